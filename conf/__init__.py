@@ -1,0 +1,1 @@
+"""Hydra groups and recipes, and the one entry helper that every verb uses."""

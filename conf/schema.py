@@ -1,0 +1,191 @@
+"""Typed settings of every verb but training (train/config.py); no torch import, so --help is instant.
+
+Each field has its unit and origin below it. Values come from the YAML groups beside this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError naming the setting, what was found and what is allowed."""
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(choices)}.")
+
+
+def require_at_least(name: str, value: float | None, minimum: float) -> None:
+    """Raises ValueError when a number lies below its minimum; None passes."""
+    if value is not None and value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}.")
+
+
+@dataclass
+class TargetConfig:
+    """Which frozen target model, and how it is loaded."""
+
+    name_or_path: str = MISSING
+    """A local Hugging Face folder, a hub id, a .gguf file, or package:NAME (a GGUF that an installed
+    Python package carries)."""
+    dtype: str = "bfloat16"
+    """float32, bfloat16 or float16. Compare greedy outputs in float32."""
+    device: str = "auto"
+    """auto (cuda when there is one, else cpu), cpu, cuda, cuda:1, ..."""
+    attn_implementation: str = "sdpa"
+    """sdpa or eager; what transformers calls it."""
+    trust_remote_code: bool = False
+    """Runs Python code that comes with the model. Only when you trust its author."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+
+    def __post_init__(self) -> None:
+        require_choice("target.dtype", self.dtype, DTYPES)
+
+
+@dataclass
+class PrepareConfig:
+    """draftsmith-prepare: conversations to input_ids and loss_mask."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    input: str = MISSING
+    """A .jsonl, .json or .parquet file, a folder or glob of them, or a `datasets` name or folder."""
+    input_format: str = "auto"
+    """auto, messages (OpenAI), sharegpt, alpaca, prompt_response or text."""
+    split: str = "train"
+    """Split of a `datasets` name."""
+    output: str = MISSING
+    """Folder to write."""
+    max_length: int = 2048
+    """Tokens per row; what lies beyond is cut off."""
+    train_on: str = "all"
+    """all or last: which assistant turns are supervised."""
+    max_dropped_share: float = 0.2
+    """Stop when more than this share of the rows had to be dropped."""
+    on_bad_row: str = "skip"
+    """skip (count and report) or strict (stop at the first, naming it)."""
+    num_workers: int = 1
+    """Processes that tokenise."""
+    limit: int | None = None
+    """Read only this many rows."""
+    shuffle_seed: int | None = None
+    """Shuffle the rows with this seed before `limit`; null keeps file order."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, for example {enable_thinking: false}."""
+    overwrite: bool = False
+    """Replace an output folder that was made with other settings."""
+
+    def __post_init__(self) -> None:
+        formats = ("auto", "messages", "sharegpt", "alpaca", "prompt_response", "text")
+        require_choice("input_format", self.input_format, formats)
+        require_choice("train_on", self.train_on, ("all", "last"))
+        require_choice("on_bad_row", self.on_bad_row, ("skip", "strict"))
+        require_at_least("max_length", self.max_length, 2)
+        require_at_least("num_workers", self.num_workers, 1)
+        require_at_least("limit", self.limit, 1)
+
+
+@dataclass
+class RegenerateConfig:
+    """draftsmith-regenerate: the target writes the answers itself."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    prompts: str = "bundled"
+    """bundled (the training prompts that come with draftsmith) or a JSONL file of prompts."""
+    output: str = MISSING
+    """JSONL file to write; rows that are already in it are kept and not generated again."""
+    max_new_tokens: int = 256
+    """Answer length limit, in tokens; cut answers carry finish_reason length."""
+    batch_size: int = 32
+    """Rows decoded at a time; a finished row makes room for the next one."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    top_p: float = 1.0
+    samples_per_prompt: int = 1
+    """Answers per prompt; more than one needs a temperature above 0."""
+    seed: int = 0
+    limit: int | None = None
+    """Only the first N prompts."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template."""
+
+    def __post_init__(self) -> None:
+        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        require_at_least("batch_size", self.batch_size, 1)
+        require_at_least("temperature", self.temperature, 0.0)
+        require_at_least("samples_per_prompt", self.samples_per_prompt, 1)
+        if self.samples_per_prompt > 1 and self.temperature == 0.0:
+            raise ValueError(
+                f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
+                "answer each time. Set temperature above 0, or samples_per_prompt=1."
+            )
+
+
+@dataclass
+class CacheConfig:
+    """draftsmith-cache: the target's hidden states, stored once."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: str = MISSING
+    """Folder written by draftsmith-prepare."""
+    cache: str = MISSING
+    """Folder to write, or to verify."""
+    aux_layer_ids: list[int] | None = None
+    """Layers to store (0-based outputs, ascending); null takes EAGLE-3's default for the target."""
+    dtype: str = "bfloat16"
+    """Stored dtype: bfloat16, float32 or float16 (refused when a state would overflow)."""
+    shard_tokens: int = 16384
+    """Tokens per shard file; a killed run loses at most one shard per process."""
+    batch_tokens: int = 4096
+    """Padded tokens per target forward."""
+    max_bad_share: float = 0.01
+    """Stop when more than this share of the rows has non-finite states."""
+    dry_run: bool = False
+    """Only print the size, the time and the free disk space."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_at_least("shard_tokens", self.shard_tokens, 1)
+        require_at_least("batch_tokens", self.batch_tokens, 1)
+
+
+@dataclass
+class EvaluateConfig:
+    """draftsmith-evaluate: what a draft model is worth."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: str | None = None
+    """Folder of a draft model, or of a training run; null measures plain decoding only."""
+    prompts: str = "bundled"
+    """bundled (the held-out prompts that come with draftsmith) or a JSONL file of prompts."""
+    output: str = MISSING
+    """Folder for results.json and the table."""
+    num_draft_tokens: int = 4
+    """Drafted tokens per round (chain length)."""
+    max_new_tokens: int = 64
+    """Tokens per answer."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    limit_per_category: int | None = None
+    """Prompts per category; null takes all."""
+    baseline_prompts_per_category: int = 2
+    """Prompts per category that are also decoded plainly, for the tokens/s of the same run."""
+    check_lossless: bool = True
+    """Greedy: compare every answer with the target's own greedy answer."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template."""
+
+    def __post_init__(self) -> None:
+        require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
+        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        require_at_least("temperature", self.temperature, 0.0)
+        require_at_least("limit_per_category", self.limit_per_category, 1)
+        require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 0)

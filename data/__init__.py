@@ -1,0 +1,1 @@
+"""Conversations to tokens, loss masks and a cache of target hidden states."""

@@ -1,0 +1,1 @@
+"""Prompts, metrics and reports: what a draft model is worth."""

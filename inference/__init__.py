@@ -1,0 +1,1 @@
+"""Lossless speculative decoding: drafting, verification, rollback."""

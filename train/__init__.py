@@ -1,0 +1,1 @@
+"""Objectives, the training loop and the processes that run it."""
