@@ -89,7 +89,11 @@ def refuse_added_keys(config: Any, schema: type, prefix: str = "") -> None:
             hint = f" Did you mean {' or '.join(matches)}?" if matches else ""
             raise ValueError(f"{prefix}{key} is not a setting of {schema.__name__}.{hint}")
         inner = hints[key]
-        if isinstance(inner, type) and is_dataclass(inner) and not OmegaConf.is_missing(config, key):
+        if (
+            isinstance(inner, type)
+            and is_dataclass(inner)
+            and not OmegaConf.is_missing(config, key)
+        ):
             refuse_added_keys(config[key], inner, f"{prefix}{key}.")
 
 

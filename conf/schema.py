@@ -1,4 +1,4 @@
-"""Typed settings of every verb but training (train/config.py); no torch import, so --help is instant.
+"""Typed settings of every verb but training (train/config.py); without torch, so help is instant.
 
 Each field has its unit and origin below it. Values come from the YAML groups beside this file.
 """
@@ -30,8 +30,8 @@ class TargetConfig:
     """Which frozen target model, and how it is loaded."""
 
     name_or_path: str = MISSING
-    """A local Hugging Face folder, a hub id, a .gguf file, or package:NAME (a GGUF that an installed
-    Python package carries)."""
+    """A local Hugging Face folder, a hub id, a .gguf file, or package:NAME (a GGUF inside an
+    installed Python package)."""
     dtype: str = "bfloat16"
     """float32, bfloat16 or float16. Compare greedy outputs in float32."""
     device: str = "auto"
@@ -53,7 +53,7 @@ class PrepareConfig:
 
     target: TargetConfig = field(default_factory=TargetConfig)
     input: str = MISSING
-    """A .jsonl, .json or .parquet file, a folder or glob of them, or a `datasets` name or folder."""
+    """A .jsonl, .json or .parquet file, a folder or glob of them, or a name for `datasets`."""
     input_format: str = "auto"
     """auto, messages (OpenAI), sharegpt, alpaca, prompt_response or text."""
     split: str = "train"
@@ -121,8 +121,8 @@ class RegenerateConfig:
         require_at_least("samples_per_prompt", self.samples_per_prompt, 1)
         if self.samples_per_prompt > 1 and self.temperature == 0.0:
             raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
-                "answer each time. Set temperature above 0, or samples_per_prompt=1."
+                f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the "
+                "same answer each time. Set temperature above 0, or samples_per_prompt=1."
             )
 
 
