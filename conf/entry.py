@@ -18,7 +18,9 @@ from typing import Any, get_type_hints
 import hydra
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -26,10 +28,10 @@ CONFIG_MODULE = "draftsmith.conf"
 VERSION_BASE = "1.3"
 
 
-def load_schema(schema: str) -> type:
-    """Imports 'package.module:ClassName' lazily, so that asking for help imports no torch."""
-    module, name = schema.split(":")
-    return getattr(importlib.import_module(module), name)
+def load_named(name: str) -> Any:
+    """Imports what 'package.module:name' names, at the time of the call."""
+    module, attribute = name.split(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def known_keys(schema: type, prefix: str = "") -> list[str]:
@@ -103,8 +105,11 @@ def to_settings(config: DictConfig, schema: type) -> Any:
     OmegaConf.resolve(config)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
+        of_target = missing[0].startswith("target.")
+        hint = " (or choose a preset: target=smollm2)" if of_target else ""
+        names = ", ".join(missing)
         raise ValueError(
-            f"No value for {', '.join(missing)}. Give it on the command line: {missing[0]}=..."
+            f"No value for {names}. Give it on the command line: {missing[0]}=...{hint}"
         )
     return OmegaConf.to_object(config)
 
@@ -115,7 +120,7 @@ def compose_settings(root: str, schema: str, overrides: Sequence[str]) -> Any:
     Raises:
         ValueError: an unknown key, a wrong type or a failed check, with near matches.
     """
-    schema_type = load_schema(schema)
+    schema_type = load_named(schema)
     register_schema(root, schema_type)
     try:
         with initialize_config_module(config_module=CONFIG_MODULE, version_base=VERSION_BASE):
@@ -130,21 +135,36 @@ def fail(message: str) -> None:
     raise SystemExit(2)
 
 
-def run_verb(run: Callable[[Any], None], *, root: str, schema: str) -> None:
+def _in_sweep() -> bool:
+    configured = HydraConfig.initialized()
+    return configured and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def run_verb(run: Callable[[Any], None] | str, *, root: str, schema: str) -> None:
     """Runs one verb: `run` gets the settings object; user errors are printed without a trace.
 
     Args:
-        run: the verb's work, called with an instance of the schema.
+        run: the verb's work, called with an instance of the schema; as 'package.module:function'
+            it is imported only after the settings were found right.
         root: name of the root YAML in conf/ (prepare, cache, train, ...).
         schema: 'package.module:ClassName' of the settings dataclass.
     """
-    schema_type = load_schema(schema)
+    schema_type = load_named(schema)
     register_schema(root, schema_type)
     # Hydra would wrap and shorten our texts; its own switch shows its part of the trace.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
 
     def job(config: DictConfig) -> None:
-        run(to_settings(config, schema_type))
+        try:
+            settings = to_settings(config, schema_type)
+            work = load_named(run) if isinstance(run, str) else run
+            work(settings)
+        except ValueError as error:
+            # Ends here, before Hydra adds its own lines; in a sweep Hydra goes on with the next job
+            # and reports at the end.
+            if os.environ.get("DRAFTSMITH_TRACEBACK") or _in_sweep():
+                raise
+            fail(str(error))
 
     decorated = hydra.main(
         version_base=VERSION_BASE, config_path=f"pkg://{CONFIG_MODULE}", config_name=root

@@ -189,3 +189,35 @@ class EvaluateConfig:
         require_at_least("temperature", self.temperature, 0.0)
         require_at_least("limit_per_category", self.limit_per_category, 1)
         require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 0)
+
+
+@dataclass
+class QuickstartConfig:
+    """make quickstart: prepare, cache, train and evaluate, in one go."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    output: str = MISSING
+    """Folder for everything that the run makes."""
+    recipe: str = MISSING
+    """Training recipe (conf/recipe)."""
+    train_overrides: list[str] = field(default_factory=list)
+    """Further settings of draftsmith-train, such as train.epochs=4."""
+    answer_tokens: int = 192
+    """Length limit of the answers that are generated when the target is not the bundled one."""
+    limit_answers: int | None = None
+    """Train on the first N conversations only; null takes all."""
+    limit_per_category: int | None = None
+    """Held-out prompts per category; null takes all."""
+    max_new_tokens: int = 48
+    """Tokens per evaluated answer."""
+    num_draft_tokens: int = 4
+    """Chain length."""
+    baseline_prompts_per_category: int = 2
+    """Prompts per category that are also decoded plainly and with an untrained draft."""
+
+    def __post_init__(self) -> None:
+        require_at_least("limit_answers", self.limit_answers, 1)
+        require_at_least("limit_per_category", self.limit_per_category, 1)
+        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
+        require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 1)

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from draftsmith.conf.entry import run_verb
 from draftsmith.conf.schema import RegenerateConfig
 
 CONVERSATIONS_PER_SLOT = 32
@@ -184,13 +183,13 @@ class AnswerWriter:
 
     def encode(self, conversation: Conversation) -> list[int]:
         """The prompt of the next answer, as the chat template gives it."""
-        encoded = self.target.tokenizer.apply_chat_template(
+        from draftsmith.data.chat_template import encode_prompt
+
+        return encode_prompt(
+            self.target.tokenizer,
             conversation.messages,
-            add_generation_prompt=True,
-            return_dict=True,
-            **self.config.template_kwargs,
+            template_kwargs=self.config.template_kwargs,
         )
-        return encoded["input_ids"]
 
     def run(self, conversations: Sequence[Conversation], progress: Any, task: Any) -> None:
         """Answers all turns of these conversations; rows are written as soon as they end."""
@@ -286,8 +285,3 @@ def run(config: RegenerateConfig) -> None:
         f"({writer.num_tokens / seconds:.0f} tokens/s); "
         f"{writer.num_cut / writer.num_answers:.1%} were cut at {config.max_new_tokens} tokens"
     )
-
-
-def main() -> None:
-    """Entry point of draftsmith-regenerate."""
-    run_verb(run, root="regenerate", schema="draftsmith.conf.schema:RegenerateConfig")

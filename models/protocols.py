@@ -1,11 +1,11 @@
-"""The two small protocols through which everything else knows a draft model, and their data types.
+"""The two small protocols through which everything else knows a draft model, and their data.
 
-Axes used in this file: batch, seq, hidden (draft), target_hidden, vocab (target), draft_vocab, steps
-(unrolled draft steps), rows (supervised places gathered from the batch), nodes (drafted tokens).
+Axes: batch, seq, hidden (draft), target_hidden, vocab (target), draft_vocab, steps (unrolled
+draft steps), rows (supervised places gathered from the batch), nodes (drafted tokens).
 
-*Layer id l* is the output of 0-based decoder layer l (residual stream, before the final norm), -1 the
-embedding output. *Final hidden state* is what the target's LM head reads. Position t holds token x_t;
-its hidden states have consumed x_t and its logits predict x_{t+1}.
+*Layer id l* is the output of 0-based decoder layer l (residual stream, before the final norm), -1
+the embedding output. *Final hidden state* is what the target's LM head reads. Position t holds
+token x_t; its hidden states have consumed x_t and its logits predict x_{t+1}.
 
 The training loop sees a draft model only as `TrainableDraft`, the decoder only as `Drafter`; a new
 method implements both in its own file and nothing else changes.
@@ -141,7 +141,7 @@ class DraftContext:
     """What the decoder tells a draft model at the start of a round (batch of one)."""
 
     token_ids: Tensor
-    """[1, length]: every committed token. The last one (the root) was not yet read by the target."""
+    """[1, length]: every committed token. The target has not yet read the last one (the root)."""
     aux_hidden_states: Tensor
     """[1, new, layers * target_hidden]: features of the positions length - 1 - new .. length - 2
     that were committed since the last call (in the first call: of the whole prompt)."""
@@ -163,7 +163,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """For drafting: committed tokens and features in, a `Draft` out; state is rolled back inside."""
+    """For drafting: committed tokens and features in, a `Draft` out; rolls back its own state."""
 
     aux_layer_ids: tuple[int, ...]
 

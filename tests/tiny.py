@@ -21,7 +21,9 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
+    PhiConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -155,6 +157,18 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         final_logit_softcapping=3.0,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    # Scales outside its embedding module and after its head.
+    "granite": _from(
+        GraniteConfig,
+        **_GROUPED,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.35,
+        logits_scaling=0.5,
+        tie_word_embeddings=True,
+    ),
+    # Its head has a bias.
+    "phi": _from(PhiConfig, **_COMMON, tie_word_embeddings=False),
     "gpt_neox": _from(GPTNeoXConfig, **_COMMON, use_parallel_residual=True),
     "gpt2": _gpt2_config,
     "qwen3_moe": _from(

@@ -1,0 +1,45 @@
+"""The console scripts. Each names its work by text and loads it only when the settings are right:
+help and mistakes come at once, and torch is imported when there is something to compute.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from draftsmith.conf.entry import load_named, run_verb
+
+
+def prepare() -> None:
+    """draftsmith-prepare."""
+    run_verb(
+        "draftsmith.data.prepare:run",
+        root="prepare",
+        schema="draftsmith.conf.schema:PrepareConfig",
+    )
+
+
+def regenerate() -> None:
+    """draftsmith-regenerate."""
+    run_verb(
+        "draftsmith.data.regenerate:run",
+        root="regenerate",
+        schema="draftsmith.conf.schema:RegenerateConfig",
+    )
+
+
+def cache() -> None:
+    """draftsmith-cache, and draftsmith-cache verify."""
+    if sys.argv[1:2] == ["verify"]:
+        load_named("draftsmith.data.capture:main")()
+    run_verb(
+        "draftsmith.data.capture:run", root="cache", schema="draftsmith.conf.schema:CacheConfig"
+    )
+
+
+def evaluate() -> None:
+    """draftsmith-evaluate."""
+    run_verb(
+        "draftsmith.eval.evaluate:run",
+        root="evaluate",
+        schema="draftsmith.conf.schema:EvaluateConfig",
+    )

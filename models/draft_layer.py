@@ -1,0 +1,95 @@
+"""A Llama-type decoder layer on gathered rows, as EAGLE-3 drafts are made of.
+
+Norms, MLP and rotary embeddings are transformers'; only the split differs: projections, attention
+and the rest are separate calls, because training and drafting attend in their own ways and to rows
+that do not form a rectangle. Parameter names are those of published checkpoints.
+
+The layer that reads tokens takes [normed embedding ; normed feature] into its projections, twice as
+wide, and its `input_layernorm` belongs to the embedding (EAGLE-3, arXiv 2503.01840, figure 5).
+
+Axes: rows, hidden, heads, kv_heads, head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin, [rows, 1, head_dim] each."""
+
+
+def _rotate(states: Tensor, rope: Rope) -> Tensor:
+    """[rows, heads, head_dim] -> the same, rotated by half-split rotary embeddings."""
+    cos, sin = rope
+    return states * cos + rotate_half(states) * sin
+
+
+class DraftAttention(nn.Module):
+    """Projections of one layer, on gathered rows; who attends to what is decided outside."""
+
+    def __init__(self, config: LlamaConfig, in_features: int) -> None:
+        super().__init__()
+        assert config.head_dim is not None, "set by the config class"
+        assert config.num_key_value_heads is not None, "set by the config class"
+        self.head_dim = config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(in_features, width, bias=bias)
+        self.k_proj = nn.Linear(in_features, kv_width, bias=bias)
+        self.v_proj = nn.Linear(in_features, kv_width, bias=bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def queries(self, states: Tensor, rope: Rope) -> Tensor:
+        """[rows, in_features] -> [rows, heads, head_dim], rotated."""
+        projected = self.q_proj(states)
+        query = projected.unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm:
+            query = self.q_norm(query)
+        return _rotate(query, rope).to(projected.dtype)
+
+    def keys_values(self, states: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """[rows, in_features] -> keys (rotated) and values, [rows, kv_heads, head_dim] each."""
+        key = self.k_proj(states).unflatten(-1, (-1, self.head_dim))
+        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+        if self.qk_norm:
+            key = self.k_norm(key)
+        return _rotate(key, rope).to(value.dtype), value
+
+
+class DraftLayer(nn.Module):
+    """One decoder layer; the first one reads [embedding ; feature], others only their input."""
+
+    def __init__(self, config: LlamaConfig, *, reads_tokens: bool) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = DraftAttention(config, 2 * size if reads_tokens else size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(size, eps)
+        if reads_tokens:
+            self.hidden_norm = LlamaRMSNorm(size, eps)
+        self.reads_tokens = reads_tokens
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+
+    def attention_input(self, hidden: Tensor, normed_tokens: Tensor) -> Tensor:
+        """What q, k and v project: [rows, 2 * hidden] in the first layer, else [rows, hidden].
+
+        Args:
+            hidden: [rows, hidden] features or the previous layer's output.
+            normed_tokens: [rows, hidden] embeddings after the first layer's `input_layernorm`.
+        """
+        if self.reads_tokens:
+            return torch.cat([normed_tokens, self.hidden_norm(hidden)], dim=-1)
+        return self.input_layernorm(hidden)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """Residual [rows, hidden], attention output [rows, heads, head_dim] -> [rows, hidden]."""
+        hidden = hidden + self.self_attn.o_proj(attended.flatten(1))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

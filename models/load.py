@@ -1,0 +1,117 @@
+"""Loads any draft model that draftsmith saved, and refuses a file that does not fit to the letter.
+
+A draft is a transformers folder: config.json and model.safetensors (or shards with an index). The
+config's `draftsmith_class` names the class. transformers itself would draw missing tensors at
+random and drop unexpected ones with a warning; here either is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from draftsmith.models.vocabulary_map import check_vocabulary_buffers
+
+CLASS_PREFIX = "draftsmith.models."
+"""Only our own classes are imported: a config must not choose code to run."""
+
+
+def load_draft(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+) -> Any:
+    """Loads a draft model in eval mode; embeddings have to be attached with `attach_target`.
+
+    Args:
+        path: The folder.
+        dtype: Of the weights; "auto": as stored.
+        device: Where to put it.
+
+    Returns:
+        A `PreTrainedModel` that implements `TrainableDraft` and `Drafter`.
+
+    Raises:
+        ValueError: if the folder holds no draft, or tensors are missing, unexpected, empty, of the
+            wrong shape, or contradict each other.
+    """
+    folder = Path(path)
+    draft_class = _draft_class(folder)
+    config_class: Any = draft_class.config_class
+    config = config_class.from_pretrained(folder)
+    with torch.device("meta"):
+        expected = {name: tuple(t.shape) for name, t in draft_class(config).state_dict().items()}
+    _check_shapes(folder, expected, _stored_shapes(folder))
+    draft: Any = draft_class.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    check_vocabulary_buffers(draft)
+    return draft.to(device).eval()
+
+
+def _draft_class(folder: Path) -> type[PreTrainedModel]:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise ValueError(
+            f"{folder} has no config.json. Expected the folder of a draft model, for example "
+            "RUN/draft or RUN/checkpoints/step-000100/draft."
+        )
+    name = json.loads(config_path.read_text()).get("draftsmith_class")
+    if not isinstance(name, str) or not name.startswith(CLASS_PREFIX):
+        raise ValueError(
+            f"{config_path} has draftsmith_class {name!r}, expected a name that starts with "
+            f"{CLASS_PREFIX!r}. This is not a draft model saved by draftsmith."
+        )
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(
+            f"{config_path} names {name}, which this version of draftsmith does not have."
+        ) from error
+
+
+def _stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every stored tensor, from the headers alone."""
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        weight_map = json.loads(index_path.read_text())["weight_map"]
+        files = sorted({folder / name for name in weight_map.values()})
+    else:
+        files = [folder / "model.safetensors"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: the draft model in {folder} is not complete.")
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+    return shapes
+
+
+def _check_shapes(
+    folder: Path, expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
+) -> None:
+    missing = sorted(expected.keys() - stored.keys())
+    unexpected = sorted(stored.keys() - expected.keys())
+    if missing or unexpected:
+        raise ValueError(
+            f"The tensors in {folder} do not fit its config. "
+            f"Missing: {', '.join(missing) or 'none'}. "
+            f"Unexpected: {', '.join(unexpected) or 'none'}."
+        )
+    wrong = [
+        f"{name} is {list(stored[name])}, expected {list(shape)}"
+        for name, shape in sorted(expected.items())
+        if stored[name] != shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"Tensors in {folder} have the wrong shape (a size of 0 means that a sharded run was "
+            f"saved without gathering): {'; '.join(wrong)}."
+        )

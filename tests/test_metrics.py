@@ -1,0 +1,93 @@
+"""Accepted length and its relatives on traces small enough to count by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftsmith.eval.metrics import (
+    accepted_length,
+    macro_accepted_length,
+    measure_repetition,
+    summarise_rounds,
+)
+from draftsmith.inference.decode import RoundRecord
+
+
+def trace(*rounds: tuple[int, int, int]) -> list[RoundRecord]:
+    """Rounds of (proposed, accepted, emitted)."""
+    return [RoundRecord(*counts, 0.0, 0.0, 0.0) for counts in rounds]
+
+
+def test_drafts_per_round_and_tokens_per_round_are_both_shown() -> None:
+    """E01: rounds that accept 2, 0 and 4 drafts."""
+    summary = summarise_rounds(trace((4, 2, 3), (4, 0, 1), (4, 4, 5)))
+    assert summary.accepted_draft_tokens == 2.0
+    assert summary.accepted_length == 3.0
+    assert summary.histogram == {1: 1, 3: 1, 5: 1}
+    assert accepted_length(summary.histogram) == 3.0
+
+
+def test_token_from_prefill_belongs_to_no_round() -> None:
+    """E02: 7 tokens, the first from prefill, then two rounds of 3."""
+    assert summarise_rounds(trace((2, 2, 3), (2, 2, 3))).accepted_length == 6 / 2
+
+
+def test_joint_and_conditional_acceptance_are_told_apart() -> None:
+    """E03: accepted 3, 1, 0, 2 of 3."""
+    summary = summarise_rounds(trace((3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 3)))
+    assert summary.joint_acceptance == [0.75, 0.5, 0.25]
+    assert summary.conditional_acceptance == pytest.approx([0.75, 2 / 3, 0.5])
+
+
+def test_positions_that_were_not_drafted_do_not_count_as_rejected() -> None:
+    summary = summarise_rounds(trace((3, 3, 4), (1, 1, 2), (0, 0, 1)))
+    assert summary.joint_acceptance == [1.0, 1.0, 1.0]
+    assert summary.accepted_draft_tokens == pytest.approx(4 / 3)
+
+
+def test_what_lies_after_the_end_of_the_text_is_left_out() -> None:
+    """4 of 4 drafts agree, but the second one is the end-of-text token."""
+    summary = summarise_rounds(trace((4, 4, 2)))
+    assert summary.accepted_length == 2.0
+    assert summary.accepted_draft_tokens == 2.0
+    assert summary.joint_acceptance == [1.0, 1.0]
+
+
+def test_one_trace_in_three_conventions() -> None:
+    rounds = trace((4, 2, 3), (4, 4, 2), (0, 0, 1))
+    summary = summarise_rounds(rounds)
+    assert summary.accepted_length == pytest.approx((3 + 2 + 1) / 3)
+    assert summary.accepted_length_vllm == pytest.approx(1 + (2 + 4) / 2)
+    assert summary.accepted_length_spec_bench == pytest.approx(1 + (2 + 2 + 0) / 3)
+
+
+def test_macro_mean_weighs_prompts_and_not_rounds() -> None:
+    long = trace((4, 0, 1), (4, 0, 1), (4, 0, 1))
+    short = trace((4, 2, 3))
+    assert macro_accepted_length([long, short, []]) == 2.0
+    assert summarise_rounds(long + short).accepted_length == 1.5
+
+
+def test_no_rounds_give_no_means() -> None:
+    summary = summarise_rounds([])
+    assert summary.accepted_length is None
+    assert summary.accepted_length_vllm is None
+    assert summary.joint_acceptance == []
+    assert macro_accepted_length([]) is None
+
+
+def test_a_text_that_repeats_one_token_is_repetitive() -> None:
+    """E11."""
+    stuck = measure_repetition([5, 9, *[7] * 30])
+    assert stuck.repetitive
+    assert stuck.longest_loop == 30
+    assert stuck.distinct_ratio == pytest.approx(3 / 32)
+
+
+def test_a_repeated_phrase_is_found_and_plain_text_is_not_blamed() -> None:
+    assert measure_repetition([1, 2, 3, 4] * 8).longest_loop == 32
+    plain = measure_repetition(list(range(50)) + [3, 3, 3])
+    assert not plain.repetitive
+    assert plain.longest_loop == 3
+    assert not measure_repetition([4, 4, 4]).repetitive
+    assert not measure_repetition([]).repetitive
