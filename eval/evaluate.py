@@ -14,6 +14,7 @@ import platform
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -286,17 +287,7 @@ def load_draft_for(path: str, target: TargetModel) -> Any:
 def run(config: EvaluateConfig) -> None:
     """The verb: loads, evaluates, prints the table and writes the results."""
     prompts = load_prompts(config.prompts, limit_per_category=config.limit_per_category)
-    device = config.target.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = TargetModel.load(
-        config.target.name_or_path,
-        dtype=config.target.dtype,
-        device=device,
-        attn_implementation=config.target.attn_implementation,
-        trust_remote_code=config.target.trust_remote_code,
-        revision=config.target.revision,
-    )
+    target = TargetModel.load(**asdict(config.target))
     draft = load_draft_for(config.draft, target) if config.draft is not None else None
     result = evaluate(
         target,

@@ -14,6 +14,7 @@ Axes: rows (active), seq (cache length with padding), vocab.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,24 @@ def choose_next(
     return chosen.clamp_(max=logits.shape[-1] - 1)
 
 
+def _last_logits(
+    model: Any, ids: Tensor, keep_mask: Tensor, positions: Tensor, cache: SlackCache
+) -> Tensor:
+    """One forward of the model; the logits of each row's last token, [rows, vocab]."""
+    # transformers 5.2x renamed the argument; the old name warns at every call.
+    names = inspect.signature(model.forward).parameters
+    cache_name = "cache" if "cache" in names else "past_key_values"
+    output = model(
+        input_ids=ids,
+        attention_mask=keep_mask,
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
+        **{cache_name: cache},
+    )
+    return output.logits[:, -1]
+
+
 def _prefill(model: Any, prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[_Batch, Tensor]:
     """Runs new prompts, left-padded, through the model; returns their batch and last logits."""
     longest = max(len(prompt) for prompt in prompts)
@@ -91,15 +110,7 @@ def _prefill(model: Any, prompts: Sequence[Sequence[int]], pad_id: int) -> tuple
         keep[row, longest - len(prompt) :] = 1
     batch = _Batch(keep_mask=keep)
     positions = (keep.cumsum(dim=-1) - 1).clamp_(min=0)
-    output = model(
-        input_ids=ids,
-        attention_mask=keep,
-        position_ids=positions,
-        past_key_values=batch.cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return batch, output.logits[:, -1]
+    return batch, _last_logits(model, ids, keep, positions, batch.cache)
 
 
 def _join_batches(active: _Batch, entering: _Batch) -> _Batch:
@@ -140,15 +151,7 @@ def _step(model: Any, batch: _Batch) -> Tensor:
     """Reads each row's next token; returns the logits after it, [rows, vocab]."""
     batch.keep_mask = torch.nn.functional.pad(batch.keep_mask, (0, 1), value=1)
     positions = batch.keep_mask.sum(dim=-1, keepdim=True) - 1
-    output = model(
-        input_ids=batch.next_ids[:, None],
-        attention_mask=batch.keep_mask,
-        position_ids=positions,
-        past_key_values=batch.cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return output.logits[:, -1]
+    return _last_logits(model, batch.next_ids[:, None], batch.keep_mask, positions, batch.cache)
 
 
 @torch.inference_mode()

@@ -32,6 +32,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as transformers_logging
 
+from draftsmith.models.kv_cache import SlackLayer
 from draftsmith.models.target_source import (
     Fingerprint,
     chat_template_fingerprint,
@@ -157,6 +158,13 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[str(dtype)]
 
 
+def choose_device(device: str | torch.device) -> torch.device:
+    """A device by name; "auto" is cuda where there is one, else cpu."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
 def _load_causal_lm(
     name_or_path: str, source: str, arguments: dict[str, Any], **settings: Any
 ) -> PreTrainedModel:
@@ -165,7 +173,7 @@ def _load_causal_lm(
     Raises:
         ValueError: A weight is missing, which transformers would draw at random.
     """
-    device = torch.device(settings.pop("device"))
+    device = choose_device(settings.pop("device"))
     if device.type != "cpu":
         settings["device_map"] = {"": device}
     verbosity = transformers_logging.get_verbosity()
@@ -254,8 +262,9 @@ class TargetModel:
         self._cache_argument = self._find_cache_argument()
         self._takes_positions = accepts(self._decoder, "position_ids")
         # Sliding layers forget; a full layer in their place sees the same window through its mask.
+        plain = (DynamicLayer, DynamicSlidingWindowLayer)
         self._cache_layers = [
-            DynamicLayer if isinstance(layer, DynamicSlidingWindowLayer) else type(layer)
+            SlackLayer if type(layer) in plain else type(layer)
             for layer in DynamicCache(config=model.config).layers
         ]
         self._captured: dict[int, Tensor] = {}
@@ -278,7 +287,7 @@ class TargetModel:
         Args:
             name_or_path: A local folder, a hub id, a GGUF file, or `package:NAME`.
             dtype: bfloat16, float16 or float32.
-            device: Where the whole model goes.
+            device: Where the whole model goes; "auto" is cuda where there is one, else cpu.
             attn_implementation: As in transformers.
             trust_remote_code: Run code that comes with the model.
             revision: Branch, tag or commit of a hub id.

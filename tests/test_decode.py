@@ -32,7 +32,7 @@ FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "gpt2", "qwen3_moe
 class RuleDraft:
     """A draft model that follows a rule and notes what the decoder tells it."""
 
-    aux_layer_ids = (0, 2)
+    aux_layer_ids = (0, 1)
 
     def __init__(self, rule: Rule, *, last_position: int | None = None) -> None:
         self.rule = rule
@@ -148,14 +148,14 @@ def test_greedy_text_is_the_targets_own(
 
 
 @pytest.mark.lossless
-def test_greedy_text_is_the_targets_own_on_twenty_prompts(llama: Any) -> None:
+def test_greedy_text_is_the_targets_own_on_twenty_prompts(small_llama: Any) -> None:
     for seed in range(20):
         prompt = random_prompt(seed, length=4 + seed)
-        plain = decode(llama, None, prompt, max_new_tokens=64)
-        assert plain.token_ids == plain_text(llama, prompt, len(plain.token_ids))
+        plain = decode(small_llama, None, prompt, max_new_tokens=64)
+        assert plain.token_ids == plain_text(small_llama, prompt, len(plain.token_ids))
         for rule in (perfect, hopeless):
             draft = RuleDraft(rule(prompt, plain.token_ids))
-            result = decode(llama, draft, prompt, max_new_tokens=64)
+            result = decode(small_llama, draft, prompt, max_new_tokens=64)
             assert result.token_ids == plain.token_ids
             assert result.finish_reason == plain.finish_reason
 
@@ -228,7 +228,7 @@ def test_features_told_to_the_draft_model_are_those_of_the_committed_text(llama:
     text = [*prompt, *result.token_ids]
     seen = draft.contexts[-1].token_ids.shape[1]
     assert draft.contexts[-1].token_ids[0].tolist() == text[:seen]
-    whole = llama.forward(torch.tensor([text[: seen - 1]]), aux_layer_ids=(0, 2))
+    whole = llama.forward(torch.tensor([text[: seen - 1]]), aux_layer_ids=(0, 1))
     for name in ("aux_hidden_states", "final_hidden_states"):
         told = torch.cat([getattr(context, name) for context in draft.contexts], dim=1)
         assert torch.allclose(told, getattr(whole, name), atol=1e-4, rtol=1e-4)
@@ -409,7 +409,7 @@ def test_sampled_text_has_the_targets_law(small_llama: Any, kind: str) -> None:
 def test_sampled_text_has_the_targets_law_at_length(small_llama: Any, kind: str) -> None:
     prompt = random_prompt(9, length=5)
     draft = SampledDraft(laws(small_llama)[kind])
-    counts = sampled_counts(small_llama, draft, prompt, 6000)
+    counts = sampled_counts(small_llama, draft, prompt, 2500)
     assert p_value(counts, text_law(small_llama, prompt)) > 1e-3
 
 

@@ -238,7 +238,7 @@ def filtered_after_acceptance(
 @pytest.mark.lossless
 @pytest.mark.parametrize(("verify", "greedy_draft"), [(exact, False), (exact_one_hot, True)])
 def test_sampled_text_has_the_targets_law(verify: Verify, greedy_draft: bool) -> None:
-    counts, law = sample_pairs(verify, greedy_draft=greedy_draft, samples=10000)
+    counts, law = sample_pairs(verify, greedy_draft=greedy_draft, samples=5000)
     assert law_p_value(counts, law) > 1e-3
     assert law_p_value(counts.sum(1), law.sum(1)) > 1e-3
 
@@ -250,7 +250,7 @@ def test_sampled_text_has_the_targets_law(verify: Verify, greedy_draft: bool) ->
     ids=["greedy_judged_with_softmax", "kept_unverified", "filtered_after_acceptance"],
 )
 def test_wrong_variants_fail_the_same_judgement(verify: Verify, greedy_draft: bool) -> None:
-    counts, law = sample_pairs(verify, greedy_draft=greedy_draft, samples=10000)
+    counts, law = sample_pairs(verify, greedy_draft=greedy_draft, samples=5000)
     assert law_p_value(counts, law) < 1e-6
 
 
