@@ -1,4 +1,4 @@
-# make quickstart | make test | make check | make test-slow | make bench: each sets up what it needs, once.
+# make quickstart | make test | make check | make test-slow: each sets up what it needs, once.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 FOLDERS := conf data models train inference eval
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-slow check format bench setup clean
+.PHONY: quickstart test test-slow check format setup clean
 
 setup: $(STAMP)
 
@@ -58,9 +58,6 @@ build/types: Makefile
 	@mkdir -p build/types/draftsmith
 	@for folder in $(FOLDERS); do ln -sfn ../../../$$folder build/types/draftsmith/$$folder; done
 	@touch build/types
-
-bench: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python bench/decode.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -27,6 +27,11 @@ def _rotate(states: Tensor, rope: Rope) -> Tensor:
     return states * cos + rotate_half(states) * sin
 
 
+QUIET = 0.3
+"""Scale of the feature half of queries and keys at the start: states of different slots share a
+large constant part, which would otherwise make all slots look alike."""
+
+
 class DraftAttention(nn.Module):
     """Projections of one layer, on gathered rows; who attends to what is decided outside."""
 
@@ -46,6 +51,30 @@ class DraftAttention(nn.Module):
             self.q_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+
+    @torch.no_grad()
+    def focus_on_own_slot(self, token_features: int) -> None:
+        """Starts queries equal to keys on the token half of the input, and quietly on the rest.
+
+        A slot's query then agrees most with its own key, so the layer reads its own token from the
+        first step on. With independent random weights the attention starts as an average over the
+        whole context, and most of a short training goes into undoing that: measured on
+        SmolLM2-135M, 331 updates on 141k tokens, held-out first-token acceptance 0.276 -> 0.301
+        (one seed, one drafted step).
+
+        Args:
+            token_features: leading input columns that hold the embedding.
+        """
+        heads = self.q_proj.out_features // self.head_dim
+        kv_heads = self.k_proj.out_features // self.head_dim
+        keys = self.k_proj.weight[:, :token_features].unflatten(0, (kv_heads, self.head_dim))
+        # Twice the variance: half of the input columns have to make up a key of unit variance.
+        keys = keys * 2**0.5
+        self.k_proj.weight[:, :token_features] = keys.flatten(0, 1)
+        queries = keys.repeat_interleave(heads // kv_heads, dim=0)
+        self.q_proj.weight[:, :token_features] = queries.flatten(0, 1)
+        for projection in (self.q_proj, self.k_proj):
+            projection.weight[:, token_features:] *= QUIET
 
     def queries(self, states: Tensor, rope: Rope) -> Tensor:
         """[rows, in_features] -> [rows, heads, head_dim], rotated."""

@@ -587,6 +587,7 @@ class Eagle3Method:
             normalisation=self.normalisation,
         )
         draft = Eagle3Draft(config)
+        draft.layers[0].self_attn.focus_on_own_slot(config.hidden_size)
         if ids is not None and has_reduced_vocabulary(draft):
             set_draft_vocabulary(draft, ids)
         if self.init_head == "target":

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from draftsmith.models.draft_layer import DraftAttention
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Method
 from draftsmith.models.protocols import (
     DraftContext,
@@ -507,3 +509,27 @@ def test_step_weights_come_from_the_decay_or_from_a_list(tiny_target: Callable[.
     assert build(make_method(step_decay=0.5), target).step_weights == [1.0, 0.5, 0.25, 0.125]
     own = build(make_method(step_weights=[1.0, 1.0, 0.0, 2.0]), target)
     assert own.step_weights == [1.0, 1.0, 0.0, 2.0]
+
+
+def test_a_fresh_draft_attends_to_its_own_slot_first() -> None:
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=8
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attention = DraftAttention(config, 128)
+        states = torch.randn(24, 128)
+    for projection in (attention.q_proj, attention.k_proj):
+        torch.nn.init.normal_(projection.weight, std=128**-0.5)
+    rope = (torch.ones(24, 1, 32), torch.zeros(24, 1, 32))
+
+    def own_share() -> float:
+        key = attention.keys_values(states, rope)[0].repeat_interleave(2, dim=1)
+        query = attention.queries(states, rope)
+        scores = torch.einsum("qhd,khd->hqk", query, key) / 32**0.5
+        return float(scores.softmax(-1).diagonal(dim1=1, dim2=2).mean())
+
+    before = own_share()
+    attention.focus_on_own_slot(64)
+    assert before < 0.15
+    assert own_share() > 0.5

@@ -60,7 +60,7 @@ def test_every_package_folder_is_flat_and_listed() -> None:
 
 
 def test_no_python_file_is_longer_than_600_lines() -> None:
-    for folder in (*FOLDERS, "tests", "bench"):
+    for folder in (*FOLDERS, "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             lines = len(path.read_text(encoding="utf-8").splitlines())
             assert lines <= 600, f"{path.relative_to(ROOT)} has {lines} lines"
