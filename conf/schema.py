@@ -208,7 +208,7 @@ class QuickstartConfig:
     """Train on the first N conversations only; null takes all."""
     limit_per_category: int | None = None
     """Held-out prompts per category; null takes all."""
-    max_new_tokens: int = 48
+    max_new_tokens: int = 40
     """Tokens per evaluated answer."""
     num_draft_tokens: int = 4
     """Chain length."""

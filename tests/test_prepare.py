@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from draftsmith.conf.schema import PrepareConfig, TargetConfig
-from draftsmith.data.prepare import PreparedData, load_prepared, main, prepare, split_indices
+from draftsmith.conf.verbs import prepare as main
+from draftsmith.data.prepare import PreparedData, load_prepared, prepare, split_indices
 
 EOS = 3  # <|im_end|> of the tiny tokenizer
 
