@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.models.draft_layer import DraftAttention
@@ -512,8 +511,13 @@ def test_step_weights_come_from_the_decay_or_from_a_list(tiny_target: Callable[.
 
 
 def test_a_fresh_draft_attends_to_its_own_slot_first() -> None:
-    config = LlamaConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, vocab_size=8
+    config = Eagle3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=8,
+        aux_layer_ids=[1],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
