@@ -23,7 +23,7 @@ from draftsmith.data.cache import HiddenStateCache
 from draftsmith.data.prepare import load_prepared
 from draftsmith.models.load import load_draft
 from draftsmith.models.protocols import TrainBatch, TrainOutput
-from draftsmith.train.batch_plan import BatchPlan, hash_tokens, hold_out
+from draftsmith.train.batch_plan import BatchPlan, hash_prompt, hold_out
 from draftsmith.train.config import ScheduleConfig
 from draftsmith.train.features import CachedFeatures, LiveFeatures, read_ahead
 from draftsmith.train.loop import count_steps, planned_windows
@@ -67,7 +67,7 @@ def test_training_lowers_the_loss_and_leaves_a_complete_run_folder(
 def sum_of_tokens(inputs: support.Inputs) -> int:
     """Tokens of the rows that are not held out by the default share."""
     features = CachedFeatures(HiddenStateCache.open(inputs.cache), max_length=2048)
-    training, _ = hold_out(features.token_hashes(), 0.05)
+    training, _ = hold_out(features.prompt_hashes(), 0.05)
     return int(features.lengths[list(training)].sum())
 
 
@@ -321,13 +321,27 @@ def test_max_steps_goes_on_through_as_many_epochs_as_it_takes() -> None:
     assert len(list(planned_windows(plan, rank=0, first_step=0, end_step=10))) == 10
 
 
-def test_held_out_rows_are_chosen_by_their_tokens_and_copies_stay_together() -> None:
-    rows = [torch.arange(n) for n in (3, 4, 5, 6, 7, 8, 9, 10)]
-    hashes = [hash_tokens(row) for row in (*rows, *rows)]
+def test_all_answers_to_a_prompt_are_held_out_together() -> None:
+    prompts = [torch.arange(n) for n in (3, 4, 5, 6, 7, 8, 9, 10)]
+    answers = [torch.arange(4), torch.arange(20, 26)]
+    hashes = [
+        hash_prompt(
+            torch.cat([prompt, answer]), torch.arange(len(prompt) + len(answer)) >= len(prompt)
+        )
+        for answer in answers
+        for prompt in prompts
+    ]
+    assert len(set(hashes)) == len(prompts)
     training, held_out = hold_out(hashes, 0.25)
     assert set(training) | set(held_out) == set(range(16))
     assert {row % 8 for row in training}.isdisjoint({row % 8 for row in held_out})
     assert len(held_out) >= 4
+
+
+def test_plain_text_is_held_out_by_its_whole_text() -> None:
+    rows = [torch.arange(5), torch.arange(6)]
+    hashes = {hash_prompt(row, torch.ones(len(row), dtype=torch.bool)) for row in rows}
+    assert len(hashes) == 2
 
 
 def test_holding_out_everything_is_refused() -> None:
@@ -347,7 +361,7 @@ def test_cached_and_live_batches_are_equal_in_every_tensor(
     live = LiveFeatures(
         prepared.dataset, cache.lengths, target, aux_layer_ids=(0, 1, 2), max_length=50
     )
-    assert cached.token_hashes() == live.token_hashes()
+    assert cached.prompt_hashes() == live.prompt_hashes()
     rows = [0, 7, 3]
     first = cached.complete(cached.read(rows))
     second = live.complete(live.read(rows))

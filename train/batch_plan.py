@@ -122,13 +122,13 @@ class BatchPlan:
 
 
 def hold_out(row_hashes: Sequence[bytes], share: float) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Splits rows into training and held-out ones by the hash of their tokens.
+    """Splits rows into training and held-out ones by the hash of their prompts.
 
-    A row keeps its side whatever else is in the set is ordered like, and copies of a row are on the
-    same side, so the held-out rows are never trained on.
+    A row keeps its side however the set is ordered, and all answers to one prompt are on the same
+    side, so the held-out prompts are never trained on.
 
     Args:
-        row_hashes: one hash per row; equal rows have equal hashes.
+        row_hashes: one hash per row; equal prompts have equal hashes.
         share: share of the rows to hold out; 0 holds out none, any other share at least one row.
 
     Returns:
@@ -151,6 +151,16 @@ def hold_out(row_hashes: Sequence[bytes], share: float) -> tuple[tuple[int, ...]
     return training, held_out
 
 
-def hash_tokens(input_ids: Tensor) -> bytes:
-    """A hash of a row's token ids ([tokens], any integer type)."""
-    return hashlib.blake2b(input_ids.to(torch.int32).numpy().tobytes(), digest_size=16).digest()
+def hash_prompt(input_ids: Tensor, supervised: Tensor) -> bytes:
+    """A hash of what a row holds before its first supervised token: its prompt.
+
+    Several answers to one prompt are then held out together. A row that is supervised from its
+    first token on (plain text) is hashed whole.
+
+    Args:
+        input_ids: [tokens], any integer type.
+        supervised: [tokens], non-zero where the target itself wrote the token.
+    """
+    first = int(supervised.ne(0).int().argmax())
+    prompt = input_ids[:first] if first else input_ids
+    return hashlib.blake2b(prompt.to(torch.int32).numpy().tobytes(), digest_size=16).digest()

@@ -51,8 +51,9 @@ class DataConfig:
     validation: str | None = None
     """Held-out set of its own: a prepared folder (live) or a cache (cached). Null: see below."""
     validation_share: float = 0.05
-    """Share of the rows held out when `validation` is null, chosen by the hash of their tokens, so
-    that cached and live features hold out the same rows. 0 trains on everything."""
+    """Share of the rows held out when `validation` is null, by the hash of their prompts: all
+    answers to a prompt are held out together, the same ones from cached and live features. 0 trains
+    on everything."""
 
     def __post_init__(self) -> None:
         _require_share("data.validation_share", self.validation_share, below=0.9)

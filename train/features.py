@@ -25,7 +25,7 @@ from draftsmith.data.cache import HiddenStateCache
 from draftsmith.data.capture import capture_features
 from draftsmith.data.prepared_rows import SCAN_ROWS, read_rows
 from draftsmith.models.protocols import TrainBatch
-from draftsmith.train.batch_plan import hash_tokens
+from draftsmith.train.batch_plan import hash_prompt
 
 if TYPE_CHECKING:
     import datasets
@@ -47,8 +47,8 @@ class FeatureSource(Protocol):
     num_cut: int
     """Rows that max_length cuts."""
 
-    def token_hashes(self) -> list[bytes]:
-        """A hash of each row's tokens (uncut), the same from every source."""
+    def prompt_hashes(self) -> list[bytes]:
+        """A hash of each row's prompt (uncut), the same from every source."""
 
     def read(self, rows: Sequence[int]) -> TrainBatch:
         """The rows padded to one batch, on the CPU; states may still be missing (width 0)."""
@@ -74,7 +74,7 @@ class CachedFeatures:
         self.lengths = cache.lengths.clamp(max=max_length)
         self.num_cut = int((cache.lengths > max_length).sum())
 
-    def token_hashes(self) -> list[bytes]:
+    def prompt_hashes(self) -> list[bytes]:
         # Straight from the shards: reading whole samples would read their states too.
         cache, hashes = self._cache, []
         for record in cache.manifest.shards:
@@ -82,7 +82,8 @@ class CachedFeatures:
             shard = shards.map_shard(cache.folder / record.file, record, **layout)
             ends = shard.sample_offsets.tolist()
             for start, end in zip(ends[:-1], ends[1:], strict=True):
-                hashes.append(hash_tokens(shard.input_ids[start:end]))
+                row = slice(start, end)
+                hashes.append(hash_prompt(shard.input_ids[row], shard.loss_mask[row]))
         return hashes
 
     def read(self, rows: Sequence[int]) -> TrainBatch:
@@ -134,12 +135,14 @@ class LiveFeatures:
         self.lengths = lengths.clamp(max=max_length)
         self.num_cut = int((lengths > max_length).sum())
 
-    def token_hashes(self) -> list[bytes]:
+    def prompt_hashes(self) -> list[bytes]:
         hashes: list[bytes] = []
         for start in range(0, len(self._dataset), SCAN_ROWS):
             rows = read_rows(self._dataset, start, min(start + SCAN_ROWS, len(self._dataset)))
-            tokens = torch.from_numpy(rows.input_ids)
-            hashes.extend(hash_tokens(row) for row in tokens.split(rows.lengths.tolist()))
+            lengths = rows.lengths.tolist()
+            tokens = torch.from_numpy(rows.input_ids).split(lengths)
+            masks = torch.from_numpy(rows.loss_mask).split(lengths)
+            hashes.extend(map(hash_prompt, tokens, masks))
         return hashes
 
     def read(self, rows: Sequence[int]) -> TrainBatch:

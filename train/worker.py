@@ -176,7 +176,7 @@ def build_run(
         validation = features
         if settings.data.validation_share > 0.0:
             training_rows, held_out = hold_out(
-                features.token_hashes(), settings.data.validation_share
+                features.prompt_hashes(), settings.data.validation_share
             )
     plan = make_plan(features, training_rows, settings, accelerator)
     # The same weights on every process, whatever was drawn before.
