@@ -146,9 +146,7 @@ def _convert_gguf(file: Path) -> Path:
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise ValueError(
-            f"Reading {file} needs the gguf package: pip install gguf"
-        )
+        raise ValueError(f"Reading {file} needs the gguf package: pip install gguf")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
