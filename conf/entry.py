@@ -68,7 +68,7 @@ def explain(error: Exception, schema: type) -> str:
         matches = near_matches(word, known_keys(schema))
         if matches and word not in matches:
             text += f"\nDid you mean {' or '.join(matches)}?"
-    if "mismatched input" in text or "token recognition" in text:
+    if any(sign in text for sign in ("mismatched input", "token recognition", "no viable")):
         text += (
             "\nHydra reads = , { } [ ] and spaces in a value itself: quote the value twice, "
             "for example 'data.path=\"dir/a=b,c.jsonl\"'."
