@@ -531,7 +531,7 @@ def test_a_fresh_draft_attends_to_its_own_slot_first() -> None:
         key = attention.keys_values(states, rope)[0].repeat_interleave(2, dim=1)
         query = attention.queries(states, rope)
         scores = torch.einsum("qhd,khd->hqk", query, key) / 32**0.5
-        return float(scores.softmax(-1).diagonal(dim1=1, dim2=2).mean())
+        return scores.softmax(-1).diagonal(dim1=1, dim2=2).mean().item()
 
     before = own_share()
     attention.focus_on_own_slot(64)
