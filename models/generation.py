@@ -154,6 +154,69 @@ def _step(model: Any, batch: _Batch) -> Tensor:
     return _last_logits(model, batch.next_ids[:, None], batch.keep_mask, positions, batch.cache)
 
 
+@dataclass
+class _Work:
+    """Everything in hand: waiting prompts, active rows and finished answers."""
+
+    model: Any
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    stops: frozenset[int]
+    pad_id: int
+    sampling: SamplingSettings
+    seeds: Sequence[int] | None
+    on_finished: Callable[[int, GeneratedAnswer], None] | None
+    waiting: deque[int]
+    active: _Batch = field(default_factory=_Batch)
+    finished: set[int] = field(default_factory=set)
+    """Prompts that are done but still hold a slot of the active batch."""
+    answers: dict[int, GeneratedAnswer] = field(default_factory=dict)
+
+    @property
+    def num_live(self) -> int:
+        return len(self.active.rows) - len(self.finished)
+
+    def compact(self) -> None:
+        """Frees the slots of finished rows."""
+        if self.finished:
+            self.active = _drop_finished(self.active, self.finished)
+            self.finished = set()
+
+    def enter(self, count: int) -> None:
+        """Prefills up to `count` waiting prompts and joins them to the active rows."""
+        indices = [self.waiting.popleft() for _ in range(min(count, len(self.waiting)))]
+        prompts = [self.prompts[index] for index in indices]
+        entering, logits = _prefill(self.model, prompts, self.pad_id)
+        entering.rows = [_Row(index, [], self._generator(index)) for index in indices]
+        entering.next_ids = self._accept(entering.rows, logits)
+        self.active = _join_batches(self.active, entering)
+
+    def step(self) -> None:
+        """One more token for every live row."""
+        logits = _step(self.model, self.active)
+        rows = self.active.rows
+        live = [slot for slot, row in enumerate(rows) if row.index not in self.finished]
+        index = torch.tensor(live, device=logits.device)
+        chosen = self._accept([rows[slot] for slot in live], logits.index_select(0, index))
+        self.active.next_ids = self.active.next_ids.index_copy(0, index, chosen)
+
+    def _generator(self, index: int) -> torch.Generator | None:
+        return None if self.seeds is None else torch.Generator().manual_seed(self.seeds[index])
+
+    def _accept(self, rows: list[_Row], logits: Tensor) -> Tensor:
+        """Chooses the next token of each row and records the answers that end with it."""
+        chosen = choose_next(logits, self.sampling, [row.generator for row in rows])
+        for row, token in zip(rows, chosen.tolist(), strict=True):
+            row.token_ids.append(token)
+            if token in self.stops or len(row.token_ids) == self.max_new_tokens:
+                reason = "stop" if token in self.stops else "length"
+                self.answers[row.index] = GeneratedAnswer(row.token_ids, reason)
+                self.finished.add(row.index)
+                if self.on_finished is not None:
+                    self.on_finished(row.index, self.answers[row.index])
+        return chosen
+
+
 @torch.inference_mode()
 def generate_batch(
     model: Any,
@@ -188,51 +251,26 @@ def generate_batch(
         raise ValueError("A prompt has no tokens; generation needs at least one token to start.")
     if not sampling.greedy and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError("Sampling needs one seed per prompt, so that answers can be repeated.")
-    stops = set(stop_token_ids)
-    answers: dict[int, GeneratedAnswer] = {}
-    # Long prompts first: neighbours in the queue are alike, so that little of a prefill is padding.
-    waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
-    active = _Batch()
-
-    def accept(rows: list[_Row], logits: Tensor) -> tuple[Tensor, set[int]]:
-        """Chooses the next tokens, records them, and says which prompts are done."""
-        chosen = choose_next(logits, sampling, [row.generator for row in rows])
-        finished = set()
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            row.token_ids.append(token)
-            if token in stops or len(row.token_ids) == max_new_tokens:
-                reason = "stop" if token in stops else "length"
-                answers[row.index] = GeneratedAnswer(row.token_ids, reason)
-                finished.add(row.index)
-                if on_finished is not None:
-                    on_finished(row.index, answers[row.index])
-        return chosen, finished
-
-    finished: set[int] = set()
-    while waiting or len(finished) < len(active.rows):
-        if len(finished) == len(active.rows):
-            active, finished = _Batch(), set()
-        free = batch_size - len(active.rows) + len(finished)
-        refill = bool(waiting) and free >= REFILL_SHARE * batch_size
+    work = _Work(
+        model=model,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        stops=frozenset(stop_token_ids),
+        pad_id=pad_id,
+        sampling=sampling,
+        seeds=seeds,
+        on_finished=on_finished,
+        # Long prompts first: neighbours in the queue are alike, so little of a prefill is padding.
+        waiting=deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))),
+    )
+    while work.waiting or work.num_live:
+        free = batch_size - work.num_live
+        refill = bool(work.waiting) and free >= REFILL_SHARE * batch_size
         # A finished row keeps its slot until enough of them are worth one compaction.
-        if finished and (refill or len(finished) >= REFILL_SHARE * len(active.rows)):
-            active = _drop_finished(active, finished)
-            finished = set()
+        if refill or len(work.finished) >= REFILL_SHARE * len(work.active.rows):
+            work.compact()
         if refill:
-            entering_ids = [waiting.popleft() for _ in range(min(free, len(waiting)))]
-            entering, logits = _prefill(model, [prompts[i] for i in entering_ids], pad_id)
-            entering.rows = [
-                _Row(i, [], None if seeds is None else torch.Generator().manual_seed(seeds[i]))
-                for i in entering_ids
-            ]
-            entering.next_ids, done = accept(entering.rows, logits)
-            active = _join_batches(active, entering)
-            finished |= done
-            continue
-        logits = _step(model, active)
-        live = [slot for slot, row in enumerate(active.rows) if row.index not in finished]
-        index = torch.tensor(live, device=logits.device)
-        chosen, done = accept([active.rows[slot] for slot in live], logits.index_select(0, index))
-        active.next_ids = active.next_ids.index_copy(0, index, chosen)
-        finished |= done
-    return [answers[index] for index in range(len(prompts))]
+            work.enter(free)
+        else:
+            work.step()
+    return [work.answers[index] for index in range(len(prompts))]
