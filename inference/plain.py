@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.inference.decode import Generation, generate
+from draftsmith.inference.decode import generate
+from draftsmith.inference.records import Generation
 from draftsmith.models.generation import generate_batch
 from draftsmith.models.protocols import SamplingSettings
+from draftsmith.models.sampling import process_logits
 from draftsmith.models.target import TargetModel
 
 NEAR_TIE_ULPS = 8
@@ -93,9 +95,22 @@ class Divergence:
 
 @torch.inference_mode()
 def find_divergence(
-    target: TargetModel, prompt: Sequence[int], answer: Sequence[int], expected: Sequence[int]
+    target: TargetModel,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    expected: Sequence[int],
+    *,
+    sampling: SamplingSettings | None = None,
 ) -> Divergence | None:
-    """Compares an answer with plain decoding's; None when they are the same, length included."""
+    """Compares an answer with plain decoding's; None when they are the same, length included.
+
+    Args:
+        target: the frozen target.
+        prompt: token ids before both.
+        answer: what is judged.
+        expected: what plain greedy decoding wrote.
+        sampling: how both were decoded, for the margin of penalised logits; None has no penalty.
+    """
     if list(answer) == list(expected):
         return None
     shared = min(len(answer), len(expected))
@@ -103,7 +118,9 @@ def find_divergence(
     seen = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     output = target.forward(seen, logits="last")
     assert output.logits is not None, "logits were asked for"
-    first, second = output.logits.flatten(0, -2)[-1].float().topk(2).values.tolist()
+    last = output.logits.flatten(0, -2)[-1:]
+    logits = process_logits(last, sampling or SamplingSettings(), seen=seen)[0]
+    first, second = logits.float().topk(2).values.tolist()
     resolution = torch.finfo(output.logits.dtype).eps * max(abs(first), 1.0)
     return Divergence(
         position=position,

@@ -35,8 +35,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from draftsmith.models.draft_cache import DraftCache, cached_attention
 from draftsmith.models.draft_layer import DraftLayer, Rope
+from draftsmith.models.draft_reader import DraftState, RowsToRead, run_layers
 from draftsmith.models.draft_sizes import draft_layer_sizes
 from draftsmith.models.method_options import (
     check_choice,
@@ -46,15 +46,14 @@ from draftsmith.models.method_options import (
     check_number,
 )
 from draftsmith.models.protocols import (
-    Draft,
     DraftContext,
+    Frontier,
     Objective,
     Predictions,
-    SamplingSettings,
     TrainBatch,
     TrainOutput,
 )
-from draftsmith.models.sampling import warp_logits
+from draftsmith.models.sequence_cache import SequenceCache
 from draftsmith.models.target import TargetHead, validate_aux_layer_ids
 from draftsmith.models.ttt_attention import ttt_attention
 from draftsmith.models.ttt_slots import (
@@ -120,17 +119,6 @@ class Eagle3Config(LlamaConfig):
                 f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})."
             )
-
-
-@dataclass
-class Eagle3State:
-    """One sequence's cache and what depends on its length."""
-
-    cache: DraftCache
-    draft_to_target: Tensor | None
-    """[draft_vocab] absolute ids, kept here because it is needed for every drafted token."""
-    rope: Rope | None = None
-    """[capacity, 1, head_dim] each."""
 
 
 class Eagle3Draft(PreTrainedModel):
@@ -326,101 +314,86 @@ class Eagle3Draft(PreTrainedModel):
 
     # Drafting.
 
-    def start(self) -> Eagle3State:
-        """An empty key/value cache for one sequence."""
-        attention = self.layers[0].self_attn
-        kv_heads = attention.k_proj.out_features // attention.head_dim
-        cache = DraftCache.empty(
-            len(self.layers), kv_heads=kv_heads, head_dim=attention.head_dim, like=self.fc.weight
-        )
-        return Eagle3State(cache, draft_to_target(self))
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        """[draft_vocab] absolute target ids of the head's rows; None for the full vocabulary."""
+        return draft_to_target(self)
+
+    def start(self, max_length: int) -> DraftState:
+        """An empty key/value cache for one sequence of at most `max_length` tokens."""
+        state = DraftState(SequenceCache(), self._rope_table(0))
+        self._reserve(state, min(max_length, self.config.max_position_embeddings))
+        return state
+
+    def max_depth(self, length: int) -> int:
+        """Deepest drafted token: the one at depth d comes from position length - 3 + d."""
+        return max(self.config.max_position_embeddings - length + 2, 0)
 
     @torch.no_grad()
-    def propose(
-        self,
-        context: DraftContext,
-        state: Eagle3State,
-        *,
-        num_draft_tokens: int,
-        sampling: SamplingSettings,
-        generator: torch.Generator | None = None,
-    ) -> Draft:
-        """Reads the committed pairs, then drafts a chain; fewer tokens near the position limit.
+    def read(self, contexts: Sequence[DraftContext], states: Sequence[DraftState]) -> Tensor:
+        """Reads the committed pairs (feature t, token t+1); see `AutoregressiveDraft`.
 
         Raises:
-            ValueError: if the context does not continue what the state has seen.
+            ValueError: if a context does not continue what its state has seen.
         """
-        length, new = context.token_ids.shape[1], context.aux_hidden_states.shape[1]
-        first = length - 1 - new
-        if first != state.cache.committed:
-            raise ValueError(
-                f"The draft's cache holds {state.cache.committed} committed pairs, but the context "
-                f"brings the features of positions {first} to {length - 2}. Pass every committed "
-                "position once, in order, with the state that start() made for this sequence."
-            )
-        state.cache.committed = length - 1
-        limit = self.config.max_position_embeddings
-        # The last drafted token comes from position length - 2 + count - 1.
-        count = max(min(num_draft_tokens, limit - length + 2), 0)
-        tokens = [context.token_ids[0, :0]]
-        probs = [self.fc.weight.new_empty(0, self.config.vocab_size, dtype=torch.float32)]
-        # Past the limit nothing is read either: the sequence only grows.
-        if new and length - 1 <= limit:
-            if state.cache.reserve(length - 1 + count, limit=limit):
-                state.rope = self._rope_table(state.cache.capacity)
-            features = self.fc(context.aux_hidden_states[0].to(self.fc.weight.dtype))
-            hidden = self._read(state, features, context.token_ids[0, first + 1 :], first)
-            for depth in range(count):
-                token, distribution = self._choose(hidden, state, sampling, generator)
-                tokens.append(token)
-                probs.append(distribution)
-                if depth + 1 < count:
-                    hidden = self._read(state, hidden, token, length - 1 + depth)
-        return Draft(torch.cat(tokens), None if sampling.greedy else torch.cat(probs))
+        reads = []
+        for context, state in zip(contexts, states, strict=True):
+            length, new = context.token_ids.shape[1], context.aux_hidden_states.shape[1]
+            first = length - 1 - new
+            if first != state.cache.committed or not new:
+                raise ValueError(
+                    f"The draft's cache holds {state.cache.committed} committed pairs, but the "
+                    f"context brings the features of positions {first} to {length - 2}. Pass every "
+                    "committed position once, in order, with the state that start() made for this "
+                    "sequence."
+                )
+            state.rows.clear()
+            self._reserve(state, length - 1)
+            reads.append(RowsToRead(state, context.token_ids[0, first + 1 :], first, new))
+        features = torch.cat([context.aux_hidden_states[0] for context in contexts])
+        hidden = self._run(reads, self.fc(features.to(self.fc.weight.dtype)), ends_only=True)
+        for row, read in enumerate(reads):
+            read.state.cache.keep(range(read.new))
+            read.state.hidden = hidden[row : row + 1]
+        return self._head(hidden)
 
-    def _read(self, state: Eagle3State, hidden: Tensor, token_ids: Tensor, start: int) -> Tensor:
-        """Runs new pairs at positions start.. ; returns the last one's fed-back state [1, hidden].
+    @torch.no_grad()
+    def extend(self, states: Sequence[DraftState], frontiers: Sequence[Frontier]) -> Tensor:
+        """Reads drafted tokens with the fed-back states of their parents."""
+        reads = []
+        hidden = []
+        for state, frontier in zip(states, frontiers, strict=True):
+            assert state.hidden is not None, "read() comes first"
+            start = state.cache.committed + state.rows.count
+            state.rows.add(frontier)
+            new = len(frontier.tokens)
+            self._reserve(state, start + new)
+            reads.append(RowsToRead(state, frontier.tokens, start, new))
+            parents = state.hidden[-1:] if frontier.is_chain else state.hidden[frontier.parents]
+            hidden.append(parents)
+        fed_back = self._run(reads, torch.cat(hidden), ends_only=False)
+        first = 0
+        for read in reads:
+            own = fed_back[first : first + read.new]
+            first += read.new
+            assert read.state.hidden is not None, "read() comes first"
+            read.state.hidden = torch.cat([read.state.hidden, own])
+        return self._head(fed_back)
 
-        Args:
-            state: Its entries at these positions are overwritten.
-            hidden: [new, hidden] features, or the fed-back state of the pair before.
-            token_ids: [new] target ids.
-            start: Position of the first pair.
-        """
-        assert state.rope is not None, "made when the cache was reserved"
-        stop = start + len(token_ids)
-        rope = state.rope[0][start:stop], state.rope[1][start:stop]
-        tokens = self.layers[0].input_layernorm(self._embed(token_ids))
-        for index, layer in enumerate(self.layers):
-            states = layer.attention_input(hidden, tokens)
-            key, value = layer.self_attn.keys_values(states, rope)
-            seen = state.cache.write(index, start, key, value)
-            if index + 1 == len(self.layers):
-                # Of the last layer only the newest row's output is ever used.
-                states, hidden, rope = states[-1:], hidden[-1:], (rope[0][-1:], rope[1][-1:])
-            query = layer.self_attn.queries(states, rope)
-            hidden = layer.finish(hidden, cached_attention(query, *seen))
-        return self._fed_back(hidden)
+    def _reserve(self, state: DraftState, positions: int) -> None:
+        """Room for `positions` entries, and rotary tables as long as the cache."""
+        if state.cache.reserve(positions, limit=self.config.max_position_embeddings):
+            state.rope = self._rope_table(state.cache.capacity)
 
-    def _choose(
-        self,
-        hidden: Tensor,
-        state: Eagle3State,
-        sampling: SamplingSettings,
-        generator: torch.Generator | None,
-    ) -> tuple[Tensor, Tensor]:
-        """A target id [1] and, when sampling, the distribution [1, vocab] it was drawn from."""
-        logits = self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-        if sampling.greedy:
-            token = logits.argmax(-1)
-            ids = token if state.draft_to_target is None else state.draft_to_target[token]
-            return ids, logits
-        if state.draft_to_target is not None:
-            narrow = logits.float()
-            logits = narrow.new_full((1, self.config.vocab_size), float("-inf"))
-            logits[:, state.draft_to_target] = narrow
-        probs = warp_logits(logits, sampling).softmax(-1)
-        return torch.multinomial(probs, 1, generator=generator).squeeze(-1), probs
+    def _run(self, reads: Sequence[RowsToRead], hidden: Tensor, *, ends_only: bool) -> Tensor:
+        """Fed-back states, [rows or sequences, hidden]; see `run_layers`."""
+        ids = reads[0].tokens if len(reads) == 1 else torch.cat([read.tokens for read in reads])
+        tokens = self.layers[0].input_layernorm(self._embed(ids))
+        return self._fed_back(run_layers(self.layers, reads, hidden, tokens, ends_only=ends_only))
+
+    def _head(self, fed_back: Tensor) -> Tensor:
+        """[rows, draft_vocab] logits."""
+        return self.lm_head(fed_back if self.config.norm_output else self.norm(fed_back))
 
 
 class _Chain:

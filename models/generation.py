@@ -244,11 +244,16 @@ def generate_batch(
         on_finished: for progress and for writing results early.
 
     Raises:
-        ValueError: an empty prompt, or sampling without seeds.
+        ValueError: an empty prompt, sampling without seeds, or a repetition penalty.
     """
     sampling = sampling or SamplingSettings()
     if any(len(prompt) == 0 for prompt in prompts):
         raise ValueError("A prompt has no tokens; generation needs at least one token to start.")
+    if sampling.penalised:
+        raise ValueError(
+            f"repetition_penalty is {sampling.repetition_penalty}, which batched plain generation "
+            "does not apply. Set it to 1.0, or decode with draftsmith.inference.engine."
+        )
     if not sampling.greedy and (seeds is None or len(seeds) != len(prompts)):
         raise ValueError("Sampling needs one seed per prompt, so that answers can be repeated.")
     work = _Work(

@@ -7,14 +7,17 @@ draft steps), rows (supervised places gathered from the batch), nodes (drafted t
 the embedding output. *Final hidden state* is what the target's LM head reads. Position t holds
 token x_t; its hidden states have consumed x_t and its logits predict x_{t+1}.
 
-The training loop sees a draft model only as `TrainableDraft`, the decoder only as `Drafter`; a new
-method implements both in its own file and nothing else changes.
+The training loop sees a draft model only as `TrainableDraft`, the decoder only as `Drafter`: either
+an `AutoregressiveDraft`, with which the decoder's policies grow chains and trees, or a
+`BlockDrafter`, which proposes by itself. A new method implements both in its own file and nothing
+else changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +72,8 @@ class Predictions:
     """[steps, rows] float: weight of this prediction in the loss (0 where not supervised)."""
     draft_to_target: Tensor | None
     """[draft_vocab] int64 absolute target ids, ascending; None when the vocabularies are equal."""
+    labels: Tensor | None = None
+    """[rows] int64 token that really follows the place, -1 where none does; None: not known."""
 
 
 @dataclass
@@ -123,22 +128,46 @@ class TrainableDraft(Protocol):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the target samples. temperature 0 means greedy. Applied in transformers' order."""
+    """How the target samples. temperature 0 means greedy. Applied in transformers' order.
+
+    The order (transformers 5, `generate`): repetition penalty, temperature, top-k, top-p, min-p.
+    The penalty acts on greedy decoding too.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     """0 keeps all."""
     top_p: float = 1.0
     """1.0 keeps all."""
+    min_p: float = 0.0
+    """Cuts tokens below this share of the most probable one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Above 1: every token of the prompt and of the text so far becomes less likely."""
+
+    def __post_init__(self) -> None:
+        for name, value, allowed, holds in (
+            ("temperature", self.temperature, ">= 0", self.temperature >= 0),
+            ("top_k", self.top_k, ">= 0 (0 keeps all)", self.top_k >= 0),
+            ("top_p", self.top_p, "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_p", self.min_p, "in [0, 1)", 0 <= self.min_p < 1),
+            ("repetition_penalty", self.repetition_penalty, "> 0", self.repetition_penalty > 0),
+        ):
+            if not holds:
+                raise ValueError(f"{name} is {value}; it must be {allowed}.")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalised(self) -> bool:
+        """The distribution depends on the text so far beyond what the model reads."""
+        return self.repetition_penalty != 1.0
+
 
 @dataclass
 class DraftContext:
-    """What the decoder tells a draft model at the start of a round (batch of one)."""
+    """What the decoder tells a draft model about one sequence at the start of a round."""
 
     token_ids: Tensor
     """[1, length]: every committed token. The target has not yet read the last one (the root)."""
@@ -147,39 +176,145 @@ class DraftContext:
     that were committed since the last call (in the first call: of the whole prompt)."""
     final_hidden_states: Tensor
     """[1, new, target_hidden]: their final hidden states."""
+    kept_rows: list[int] = field(default_factory=list)
+    """Rows that the draft model read in the last round (see `Frontier`) and whose tokens are now
+    committed, in order: a draft model may keep their keys and values instead of reading the tokens
+    again."""
+
+
+ProposalKind = Literal["one_hot", "drawn"]
 
 
 @dataclass
 class Draft:
-    """A chain of drafted tokens (a tree has a parent per node; a chain leaves it None)."""
+    """The drafted tokens of one sequence: a tree below the root; a chain is a tree too.
+
+    Nodes come parents first. The root (the last committed token) is no node.
+    """
 
     tokens: Tensor
-    """[nodes] int64 target ids, in order of depth."""
-    probs: Tensor | None
-    """[nodes, vocab] the exact distribution each token was drawn from, over the full target
-    vocabulary; None when every proposal is one-hot (greedy draft)."""
+    """[nodes] int64 target ids."""
+    probs: Tensor | None = None
+    """[nodes, vocab] the exact distribution that a node and its siblings were drawn from, over the
+    full target vocabulary: siblings are drawn one after the other, in the order of the nodes,
+    without replacement. None: one-hot, the tokens were chosen with certainty (greedy, top-k)."""
+    parents: list[int] | None = None
+    """[nodes] index of each node's parent, -1 for children of the root; None: a chain."""
     confidences: Tensor | None = None
-    """[nodes] probability of acceptance that the draft itself reports, or None."""
+    """[nodes] probability of acceptance that the draft model reports, or None."""
+    token_probs: Tensor | None = None
+    """[nodes] the draft model's own probability of each token, for reports; or None."""
+    state_rows: list[int] | None = None
+    """[nodes] the row of the draft model's state that read the node, -1 if none did; or None."""
+
+    @property
+    def kind(self) -> ProposalKind:
+        return "one_hot" if self.probs is None else "drawn"
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None
+
+    @property
+    def parent_list(self) -> list[int]:
+        """Parents, spelled out for a chain too."""
+        return list(range(-1, len(self.tokens) - 1)) if self.parents is None else self.parents
+
+    @property
+    def depths(self) -> list[int]:
+        """[nodes] distance from the root, 1 for its children."""
+        depths: list[int] = []
+        for parent in self.parent_list:
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        return depths
+
+    @classmethod
+    def nothing(cls, like: Tensor) -> Draft:
+        """No drafted token, on the device of `like`."""
+        return cls(tokens=torch.empty(0, dtype=torch.long, device=like.device))
 
 
-class Drafter(Protocol):
-    """For drafting: committed tokens and features in, a `Draft` out; rolls back its own state."""
+@runtime_checkable
+class BlockDrafter(Protocol):
+    """A draft model that proposes all its tokens itself (a block, an n-gram): features in, trees
+    out."""
 
     aux_layer_ids: tuple[int, ...]
+    """Target layers whose outputs it reads, ascending."""
 
-    def start(self) -> Any:
-        """Returns fresh per-sequence state (its KV cache); the decoder never looks inside."""
+    def start(self, max_length: int) -> Any:
+        """Fresh state of one sequence of at most `max_length` tokens; only the draft looks in."""
 
     def propose(
         self,
-        context: DraftContext,
-        state: Any,
+        contexts: Sequence[DraftContext],
+        states: Sequence[Any],
         *,
-        num_draft_tokens: int,
-        sampling: SamplingSettings,
-        generator: torch.Generator | None = None,
-    ) -> Draft:
-        """Takes in what was committed, drops its own speculative state, and drafts.
+        num_draft_tokens: Sequence[int],
+        sampling: Sequence[SamplingSettings],
+        generators: Sequence[torch.Generator | None],
+    ) -> list[Draft]:
+        """Takes in what was committed, drops its own speculative state, and drafts, per sequence.
 
         May return fewer tokens than asked for (position limit), also none.
         """
+
+
+@dataclass
+class Frontier:
+    """Drafted tokens that one sequence's draft model is to read next.
+
+    Rows count what the draft model has read in this round: row 0 is the root, rows 1, 2, ... are
+    drafted tokens in the order in which they were read.
+    """
+
+    tokens: Tensor
+    """[new] int64 target ids."""
+    parents: Tensor
+    """[new] int64 row of each token's parent."""
+    is_chain: bool = False
+    """One token, below the newest row, and every row so far continues the one before."""
+
+
+@runtime_checkable
+class AutoregressiveDraft(Protocol):
+    """A draft model that reads one drafted token to propose the next; the decoder's policies build
+    chains and trees with it (inference/policies.py).
+
+    All calls are packed: several sequences, each with its own number of rows.
+    """
+
+    aux_layer_ids: tuple[int, ...]
+    """Target layers whose outputs it reads, ascending; () for none."""
+    draft_to_target: Tensor | None
+    """[draft_vocab] absolute target ids, ascending; None when column i of its logits is token i."""
+
+    def start(self, max_length: int) -> Any:
+        """Fresh state of one sequence of at most `max_length` tokens; only the draft looks in."""
+
+    def max_depth(self, length: int) -> int:
+        """Deepest drafted token that its positions allow with `length` committed tokens; 0 when it
+        can no longer draft."""
+
+    def read(self, contexts: Sequence[DraftContext], states: Sequence[Any]) -> Tensor:
+        """Forgets the last round's drafted rows but the kept ones, and reads what was committed.
+
+        Called only for sequences whose `max_depth` is at least 1.
+
+        Returns:
+            [sequences, draft_vocab] logits of the token below the root.
+
+        Raises:
+            ValueError: a context does not continue what its state has seen.
+        """
+
+    def extend(self, states: Sequence[Any], frontiers: Sequence[Frontier]) -> Tensor:
+        """Reads drafted tokens, each after its own ancestors only.
+
+        Returns:
+            [rows, draft_vocab] logits of the token below each, sequence after sequence.
+        """
+
+
+Drafter = BlockDrafter | AutoregressiveDraft
+"""For drafting: committed tokens and features in, a `Draft` out; rolls back its own state."""

@@ -267,6 +267,7 @@ class TargetModel:
             SlackLayer if type(layer) in plain else type(layer)
             for layer in DynamicCache(config=model.config).layers
         ]
+        self.packed_model: Any = None  # Made by models/packed.py, which builds on this file.
         self._captured: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
         self._check_states(structure)

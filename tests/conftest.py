@@ -24,11 +24,11 @@ import torch
 TESTS_FOLDER = Path(__file__).parent
 
 
-def _load_tiny() -> ModuleType:
-    """Loads tiny.py under a name of its own: importlib mode leaves the folder off sys.path."""
-    name = "draftsmith_tests_tiny"
+def _load(file: str) -> ModuleType:
+    """Loads a file of this folder by a name of its own: importlib mode keeps it off sys.path."""
+    name = f"draftsmith_tests_{file}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS_FOLDER / "tiny.py")
+        spec = importlib.util.spec_from_file_location(name, TESTS_FOLDER / f"{file}.py")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -43,7 +43,19 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 @pytest.fixture(scope="session")
 def tiny() -> ModuleType:
     """The module tests/tiny.py: FAMILIES, make_tiny_model, make_tiny_tokenizer, ..."""
-    return _load_tiny()
+    return _load("tiny")
+
+
+@pytest.fixture(scope="session")
+def noisy_copy() -> Any:
+    """The class of tests/noisy_copy.py: a draft model that is right about as often as asked."""
+    return _load("noisy_copy").NoisyCopy
+
+
+@pytest.fixture(scope="session")
+def eagle1_reference() -> Any:
+    """The class of tests/eagle1_reference.py: EAGLE-1 straight from its formulas."""
+    return _load("eagle1_reference").Eagle1Reference
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,11 +17,13 @@ from scipy.stats import chisquare
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-from draftsmith.inference.decode import Generation, cut_block, generate
-from draftsmith.inference.rollback import require_exact_rollback
+from draftsmith.inference.decode import generate
+from draftsmith.inference.policies import ChainPolicy
+from draftsmith.inference.records import Generation, cut_block
 from draftsmith.inference.sampling import target_probs
 from draftsmith.models.kv_cache import drop_last
 from draftsmith.models.protocols import Draft, DraftContext, SamplingSettings
+from draftsmith.models.rollback import require_exact_rollback
 
 Rule = Callable[[tuple[int, ...]], int]
 """Committed and drafted tokens so far -> the next drafted token."""
@@ -39,18 +41,32 @@ class RuleDraft:
         self.last_position = last_position
         self.contexts: list[DraftContext] = []
 
-    def start(self) -> list[int]:
+    def start(self, max_length: int) -> list[int]:  # noqa: ARG002
         self.contexts.clear()
         return []
 
     def propose(
         self,
+        contexts: Sequence[DraftContext],
+        states: Sequence[list[int]],
+        *,
+        num_draft_tokens: Sequence[int],
+        sampling: Sequence[SamplingSettings],  # noqa: ARG002
+        generators: Sequence[torch.Generator | None],
+    ) -> list[Draft]:
+        return [
+            self.propose_one(context, state, count, generator)
+            for context, state, count, generator in zip(
+                contexts, states, num_draft_tokens, generators, strict=True
+            )
+        ]
+
+    def propose_one(
+        self,
         context: DraftContext,
         state: list[int],
-        *,
         num_draft_tokens: int,
-        sampling: SamplingSettings,  # noqa: ARG002
-        generator: torch.Generator | None = None,  # noqa: ARG002
+        generator: torch.Generator | None,  # noqa: ARG002
     ) -> Draft:
         state.append(context.token_ids.shape[1])
         self.contexts.append(context)
@@ -99,7 +115,7 @@ RULES = {"always": perfect, "never": hopeless, "sometimes": changeable}
 
 
 def decode(target: Any, draft: Any, prompt: list[int], **settings: Any) -> Generation:
-    defaults = {"max_new_tokens": 24, "num_draft_tokens": 3}
+    defaults = {"max_new_tokens": 24, "policy": ChainPolicy(3)}
     return generate(target, draft, torch.tensor([prompt]), **(defaults | settings))
 
 
@@ -168,7 +184,7 @@ def test_text_ends_at_a_stop_token_anywhere_in_a_block(llama: Any) -> None:
             llama,
             RuleDraft(perfect(prompt, text)),
             prompt,
-            num_draft_tokens=4,
+            policy=ChainPolicy(4),
             stop_token_ids=[stop],
         )
         assert result.token_ids == text[: text.index(stop) + 1]
@@ -196,7 +212,7 @@ def test_length_limit_is_exact_for_every_limit(llama: Any) -> None:
             RuleDraft(perfect(prompt, text)),
             prompt,
             max_new_tokens=limit,
-            num_draft_tokens=4,
+            policy=ChainPolicy(4),
         )
         assert result.token_ids == text[:limit]
         assert result.finish_reason == "length"
@@ -261,7 +277,7 @@ def test_draft_model_that_runs_out_of_positions_falls_back_to_plain_steps(llama:
     """I13: the draft model returns fewer tokens, then none."""
     prompt, text = lasting_prompt(llama)
     draft = RuleDraft(perfect(prompt, text), last_position=len(prompt) + 11)
-    result = decode(llama, draft, prompt, num_draft_tokens=4)
+    result = decode(llama, draft, prompt, policy=ChainPolicy(4))
     assert result.token_ids == text
     proposed = [record.proposed for record in result.rounds]
     assert proposed[0] == 4
@@ -279,7 +295,7 @@ def test_no_draft_model_is_plain_decoding(llama: Any) -> None:
 def test_requests_that_cannot_be_served_are_refused(llama: Any) -> None:
     with pytest.raises(ValueError, match=r"shape \(2, 3\)"):
         generate(llama, None, torch.ones(2, 3, dtype=torch.long), max_new_tokens=4)
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="at least one to start from"):
         generate(llama, None, torch.ones(1, 0, dtype=torch.long), max_new_tokens=4)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decode(llama, None, [5, 6], max_new_tokens=0)
@@ -300,14 +316,12 @@ class SampledDraft(RuleDraft):
         self.law = law
         self.honest = honest
 
-    def propose(
+    def propose_one(
         self,
         context: DraftContext,
         state: list[int],  # noqa: ARG002
-        *,
         num_draft_tokens: int,
-        sampling: SamplingSettings,  # noqa: ARG002
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | None,
     ) -> Draft:
         text = tuple(context.token_ids[0].tolist())
         tokens, probs = [], []

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.policies import ChainPolicy, DraftRequest
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Draft
 from draftsmith.models.protocols import (
+    Draft,
     DraftContext,
     ObjectiveOutput,
     Predictions,
@@ -73,6 +75,23 @@ def context_of(ids: Tensor, features: Tensor, new: int) -> DraftContext:
     return DraftContext(ids, aux, aux[..., :HIDDEN])
 
 
+def propose(
+    draft: Eagle3Draft,
+    context: DraftContext,
+    state: Any,
+    *,
+    num_draft_tokens: int,
+    sampling: SamplingSettings,
+    generator: torch.Generator | None = None,
+) -> Draft:
+    """A chain, as the decoder asks for it."""
+    depth = min(num_draft_tokens, draft.max_depth(context.token_ids.shape[1]))
+    if depth < 1:
+        return Draft.nothing(context.token_ids)
+    request = DraftRequest(context, state, depth, sampling, generator, VOCAB)
+    return ChainPolicy(num_draft_tokens).draft(draft, [request])[0]
+
+
 def simulated_logits(draft: Eagle3Draft, read: list[int], features: Tensor, steps: int) -> Tensor:
     """What the training forward computes for the last slot: [steps, vocab], -inf if not drafted.
 
@@ -115,11 +134,11 @@ def simulated_logits(draft: Eagle3Draft, read: list[int], features: Tensor, step
 def test_cached_greedy_drafting_equals_the_uncached_training_forward(variant: str) -> None:
     draft = make_draft(**VARIANTS[variant])
     ids, features = make_context(90)
-    state, length = draft.start(), 0
+    state, length = draft.start(128), 0
     # Rounds that commit 5, 1, 3 and 70 tokens: rejected entries are overwritten, the cache grows.
     for stop in (6, 7, 10, 80):
         context = context_of(ids[:, :stop], features[:, : stop - 1], stop - 1 - length)
-        found = draft.propose(context, state, num_draft_tokens=5, sampling=GREEDY)
+        found = propose(draft, context, state, num_draft_tokens=5, sampling=GREEDY)
         assert found.probs is None
         tokens = found.tokens.tolist()
         read = ids[0, :stop].tolist() + tokens
@@ -133,9 +152,9 @@ def test_a_sampled_chain_reports_the_distribution_it_was_drawn_from() -> None:
     sampling = SamplingSettings(temperature=0.7, top_k=6, top_p=0.9)
     ids, features = make_context(7)
     generator = torch.Generator().manual_seed(5)
-    made = draft.propose(
-        context_of(ids, features, 6), draft.start(), num_draft_tokens=4, sampling=sampling,
-        generator=generator,
+    made = propose(
+        draft, context_of(ids, features, 6), draft.start(128), num_draft_tokens=4,
+        sampling=sampling, generator=generator,
     )  # fmt: skip
     assert made.probs is not None
     assert made.probs.shape == (4, VOCAB)
@@ -155,8 +174,8 @@ def test_sampled_tokens_follow_the_reported_distribution() -> None:
     counts = torch.zeros(VOCAB)
     rounds = 600
     for _ in range(rounds):
-        made = draft.propose(
-            context_of(ids, features, 4), draft.start(), num_draft_tokens=1,
+        made = propose(
+            draft, context_of(ids, features, 4), draft.start(128), num_draft_tokens=1,
             sampling=SamplingSettings(temperature=1.0), generator=generator,
         )  # fmt: skip
         counts[made.tokens] += 1
@@ -170,37 +189,29 @@ def test_sampled_tokens_follow_the_reported_distribution() -> None:
 def test_drafting_stops_at_the_position_limit_and_stays_off_behind_it() -> None:
     draft = make_draft(max_position_embeddings=12)
     ids, features = make_context(20)
-    state, before, drafted = draft.start(), 0, []
+    state, before, drafted = draft.start(128), 0, []
     for stop in (9, 10, 12, 13, 14, 20):
         context = context_of(ids[:, :stop], features[:, : stop - 1], stop - 1 - before)
         drafted.append(
-            len(draft.propose(context, state, num_draft_tokens=4, sampling=GREEDY).tokens)
+            len(propose(draft, context, state, num_draft_tokens=4, sampling=GREEDY).tokens)
         )
         before = stop - 1
     # The pair that predicts token n sits at position n - 2 or later; 11 is the last position.
     assert drafted == [4, 4, 2, 1, 0, 0]
 
 
-def test_nothing_to_read_or_nothing_asked_for_gives_an_empty_draft() -> None:
+def test_a_round_without_a_draft_loses_nothing_when_the_model_is_asked_again() -> None:
     draft = make_draft()
     ids, features = make_context(5)
-    sampled = SamplingSettings(temperature=1.0)
-    made = draft.propose(
-        context_of(ids[:, :1], features[:, :0], 0),
-        draft.start(),
-        num_draft_tokens=3,
-        sampling=sampled,
-    )
-    assert made.tokens.shape == (0,)
-    assert made.probs is not None
-    assert made.probs.shape == (0, VOCAB)
-    state = draft.start()
-    draft.propose(
-        context_of(ids[:, :4], features[:, :3], 3), state, num_draft_tokens=0, sampling=GREEDY
-    )
-    later = draft.propose(context_of(ids, features, 1), state, num_draft_tokens=2, sampling=GREEDY)
+    state = draft.start(8)
+    propose(
+        draft, context_of(ids[:, :4], features[:, :3], 3), state, num_draft_tokens=1,
+        sampling=GREEDY,
+    )  # fmt: skip
+    context = context_of(ids, features, 1)
+    later = propose(draft, context, state, num_draft_tokens=2, sampling=GREEDY)
     whole = context_of(ids, features, 4)
-    again = draft.propose(whole, draft.start(), num_draft_tokens=2, sampling=GREEDY)
+    again = propose(draft, whole, draft.start(8), num_draft_tokens=2, sampling=GREEDY)
     assert torch.equal(later.tokens, again.tokens)
 
 
@@ -208,8 +219,12 @@ def test_a_context_that_skips_a_position_is_refused() -> None:
     draft = make_draft()
     ids, features = make_context(6)
     with pytest.raises(ValueError, match="holds 0 committed pairs"):
-        draft.propose(
-            context_of(ids, features, 2), draft.start(), num_draft_tokens=1, sampling=GREEDY
+        propose(
+            draft,
+            context_of(ids, features, 2),
+            draft.start(128),
+            num_draft_tokens=1,
+            sampling=GREEDY,
         )
 
 

@@ -120,3 +120,8 @@ def test_bad_calls_are_refused(tiny_model: Callable[..., Any]) -> None:
             sampling=SamplingSettings(temperature=1.0),
             seeds=[1],
         )
+    with pytest.raises(ValueError, match="repetition_penalty is 1.2"):
+        generate_batch(
+            model, [[5]], max_new_tokens=2, stop_token_ids=(),
+            sampling=SamplingSettings(repetition_penalty=1.2),
+        )  # fmt: skip

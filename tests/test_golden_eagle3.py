@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from draftsmith.inference.policies import ChainPolicy, DraftRequest
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Method
 from draftsmith.models.protocols import (
     DraftContext,
@@ -305,7 +306,7 @@ def test_cached_forward_and_greedy_chain_equal_eagle(golden_folder: Path) -> Non
         steps = chain_ids.shape[1]
         for row, input_ids in enumerate(given["in.input_ids"]):
             features = given["in.aux_hidden_states"][row]
-            state, pairs = draft.start(), len(features)
+            state, pairs = draft.start(len(input_ids)), len(features)
             for pair in range(pairs):  # One by one through the cache; the last call drafts on.
                 context = DraftContext(
                     input_ids[None, : pair + 2],
@@ -313,9 +314,10 @@ def test_cached_forward_and_greedy_chain_equal_eagle(golden_folder: Path) -> Non
                     features[None, pair : pair + 1, :0],
                 )
                 count = steps if pair + 1 == pairs else 1
-                made = draft.propose(
-                    context, state, num_draft_tokens=count, sampling=SamplingSettings()
+                request = DraftRequest(
+                    context, state, count, SamplingSettings(), None, config["vocab_size"]
                 )
+                (made,) = ChainPolicy(count).draft(draft, [request])
             assert torch.equal(made.tokens, chain_ids[row])
             assert made.probs is None
             for name, values in seen.items():
