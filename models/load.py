@@ -1,8 +1,11 @@
-"""Loads any draft model that draftsmith saved, and refuses a file that does not fit to the letter.
+"""Loads any draft model, and refuses a file that does not fit to the letter.
 
 A draft is a transformers folder: config.json and model.safetensors (or shards with an index). The
 config's `draftsmith_class` names the class. transformers itself would draw missing tensors at
 random and drop unexpected ones with a warning; here either is an error.
+
+A folder without that name, a hub id, a GGUF file or `package:NAME` is an ordinary language model:
+a small-model draft (models/small_model.py).
 """
 
 from __future__ import annotations
@@ -14,12 +17,39 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedModel
 
+from draftsmith.models.small_model import DRAFTSMITH_CLASS, SmallModelDraft, check_same_tokenizer
+from draftsmith.models.target import TargetModel
 from draftsmith.models.vocabulary_map import check_vocabulary_buffers
 
 CLASS_PREFIX = "draftsmith.models."
 """Only our own classes are imported: a config must not choose code to run."""
+
+
+def load_drafter(path: str | Path, target: TargetModel) -> Any:
+    """Loads a draft model for a loaded target, in its dtype, on its device and attached to it.
+
+    Args:
+        path: A draft folder, a training run (its `draft` is taken), or any language model with the
+            target's tokenizer (folder, hub id, GGUF file, `package:NAME`).
+        target: The target that it drafts for.
+
+    Returns:
+        A `Drafter` in eval mode. Whether it was trained for this target is for the caller to check.
+
+    Raises:
+        ValueError: See `load_draft`; or a small model's tokenizer is not the target's.
+    """
+    inside = Path(path) / "draft"
+    is_run = not (Path(path) / "config.json").is_file() and (inside / "config.json").is_file()
+    name = inside if is_run else path
+    draft = load_draft(name, dtype=target.dtype, device=target.device)
+    if isinstance(draft, SmallModelDraft):
+        check_same_tokenizer(
+            draft.tokenizer, target.tokenizer, name=str(name), target_name=target.name_or_path
+        )
+    draft.attach_target(embed_tokens=target.embed_tokens)
+    return draft.eval()
 
 
 def load_draft(
@@ -31,19 +61,21 @@ def load_draft(
     """Loads a draft model in eval mode; embeddings have to be attached with `attach_target`.
 
     Args:
-        path: The folder.
+        path: The folder of a draft, or what `SmallModelDraft.load` takes.
         dtype: Of the weights; "auto": as stored.
         device: Where to put it.
 
     Returns:
-        A `PreTrainedModel` that implements `TrainableDraft` and `Drafter`.
+        A module that implements `TrainableDraft` and `Drafter`.
 
     Raises:
         ValueError: if the folder holds no draft, or tensors are missing, unexpected, empty, of the
             wrong shape, or contradict each other.
     """
+    draft_class = _draft_class(path)
+    if issubclass(draft_class, SmallModelDraft):
+        return draft_class.load(str(path), dtype=dtype, device=device).eval()
     folder = Path(path)
-    draft_class = _draft_class(folder)
     config_class: Any = draft_class.config_class
     config = config_class.from_pretrained(folder)
     with torch.device("meta"):
@@ -54,14 +86,18 @@ def load_draft(
     return draft.to(device).eval()
 
 
-def _draft_class(folder: Path) -> type[PreTrainedModel]:
+def _draft_class(path: str | Path) -> Any:
+    """The class that a draft's configuration names; ordinary language models are small models."""
+    folder = Path(path)
     config_path = folder / "config.json"
+    if folder.suffix == ".gguf" or not (folder.is_dir() or folder.is_absolute()):
+        return SmallModelDraft  # A GGUF file, a package or a hub id: loading it says what is wrong.
     if not config_path.is_file():
         raise ValueError(
             f"{folder} has no config.json. Expected the folder of a draft model, for example "
             "RUN/draft or RUN/checkpoints/step-000100/draft."
         )
-    name = json.loads(config_path.read_text()).get("draftsmith_class")
+    name = json.loads(config_path.read_text()).get("draftsmith_class", DRAFTSMITH_CLASS)
     if not isinstance(name, str) or not name.startswith(CLASS_PREFIX):
         raise ValueError(
             f"{config_path} has draftsmith_class {name!r}, expected a name that starts with "

@@ -44,13 +44,21 @@ def make_case(
             supervised=supervised,
             weights=supervised * torch.rand(STEPS, ROWS, dtype=dtype),
             draft_to_target=torch.tensor(SUBSET) if reduced else None,
+            labels=3 * torch.arange(ROWS),  # 12, 15 and 18 are not in SUBSET.
         ), head
 
 
 def written_out(
-    made: Predictions, head: nn.Module, shares: Callable[[Tensor], tuple[Tensor, Tensor]]
+    made: Predictions,
+    head: nn.Module,
+    shares: Callable[[Tensor], tuple[Tensor, Tensor]],
+    *,
+    labelled: bool = False,
 ) -> ObjectiveOutput:
-    """CE and TV of whole tensors; `shares` maps the steps' mean acceptance to their shares."""
+    """CE and TV of whole tensors; `shares` maps the steps' mean acceptance to their shares.
+
+    With `labelled`, CE is taken towards the labels instead of the target's distribution.
+    """
     ids = torch.arange(VOCAB) if made.draft_to_target is None else made.draft_to_target
     target_logits = head(made.target_hidden)
     target_full = target_logits.softmax(-1)
@@ -58,16 +66,22 @@ def written_out(
     draft_logits = made.draft_hidden @ made.draft_head_weight.T
     draft_full = torch.zeros(STEPS, ROWS, VOCAB, dtype=draft_logits.dtype)
     draft_full[..., ids] = draft_logits.softmax(-1)
-    cross_entropy = -(restricted * draft_logits.log_softmax(-1)).sum(-1)
+    if labelled:
+        assert made.labels is not None
+        full_log_probs = torch.zeros(STEPS, ROWS, VOCAB, dtype=draft_logits.dtype)
+        full_log_probs[..., ids] = draft_logits.log_softmax(-1)
+        cross_entropy = -full_log_probs[:, torch.arange(ROWS), made.labels]
+    else:
+        cross_entropy = -(restricted * draft_logits.log_softmax(-1)).sum(-1)
     acceptance = torch.minimum(target_full, draft_full).sum(-1)
     top = target_logits.argmax(-1)
-    in_vocabulary = torch.isin(top, ids)
+    in_vocabulary = torch.isin(made.labels if labelled else top, ids)
     counted = made.supervised & in_vocabulary
     mean = (acceptance.detach() * counted).sum(-1) / counted.sum(-1)
     first, second = shares(mean)
     losses = first[:, None] * cross_entropy + second[:, None] * (1 - acceptance)
     sums = (made.weights * in_vocabulary * losses).sum(-1)
-    correct = (ids[draft_logits.argmax(-1)] == top) & made.supervised
+    correct = (ids[draft_logits.argmax(-1)] == top) & made.supervised & in_vocabulary
     return ObjectiveOutput(sums.sum(), sums, correct, acceptance, in_vocabulary)
 
 
@@ -75,6 +89,7 @@ SHARES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "kl": lambda mean: (torch.ones_like(mean), torch.zeros_like(mean)),
     "tv": lambda mean: (torch.zeros_like(mean), torch.ones_like(mean)),
     "lk_lambda": lambda mean: (torch.exp(-mean), 1 - torch.exp(-mean)),
+    "ce": lambda mean: (torch.ones_like(mean), torch.zeros_like(mean)),
 }
 
 
@@ -104,8 +119,8 @@ def test_losses_statistics_and_gradients_equal_the_equations(
     name: str, capped: bool, reduced: bool
 ) -> None:
     made, head = make_case(reduced=reduced, capped=capped)
-    expected = written_out(made, head, SHARES[name])
-    assert expected.in_vocabulary.all() or reduced
+    expected = written_out(made, head, SHARES[name], labelled=name == "ce")
+    assert expected.in_vocabulary.all() != reduced
     assert_same(make_objective(name)(made, head), expected, made)
 
 
@@ -145,6 +160,7 @@ def test_an_argmax_outside_the_draft_vocabulary_teaches_nothing_and_is_a_miss() 
         supervised=torch.ones(1, 1, dtype=torch.bool),
         weights=torch.ones(1, 1),
         draft_to_target=torch.arange(4),
+        labels=torch.tensor([6]),
     )
     for name in SHARES:
         output = make_objective(name)(made, nn.Identity())
@@ -159,10 +175,46 @@ def test_a_draft_vocabulary_without_any_mass_keeps_everything_finite() -> None:
     made, _ = make_case(reduced=True)
     made.target_hidden = torch.full((ROWS, VOCAB), -1000.0)
     made.target_hidden[:, 1] = 0.0  # Not in SUBSET.
+    made.labels = torch.ones(ROWS, dtype=torch.long)
     for name in SHARES:
         output = make_objective(name)(made, nn.Identity())
         assert output.loss_sum.item() == 0.0
         assert not any(gradient.any() for gradient in gradients(output, made))
+
+
+def test_an_unknown_following_token_has_no_weight_and_a_sampled_one_leaves_the_statistics() -> None:
+    made, head = make_case(reduced=False)
+    assert made.labels is not None
+    whole = make_objective("ce")(made, head)
+    # The statistics of acceptance belong to the target's distribution, not to the text.
+    torch.testing.assert_close(whole.acceptance, make_objective("kl")(made, head).acceptance)
+    made.labels = made.labels.clone()
+    made.labels[2] = -1
+    made.weights[:, 2] = 1.0
+    without = make_objective("ce")(made, head)
+    kept = [row for row in range(ROWS) if row != 2]
+    assert not without.in_vocabulary[2]
+    assert not without.correct[:, 2].any()
+    d_hidden, _ = gradients(without, made)
+    assert not d_hidden[:, 2].any()
+    assert torch.equal(d_hidden[:, kept], gradients(whole, made)[0][:, kept])
+
+
+def test_ce_without_following_tokens_says_which_objective_to_take() -> None:
+    made, head = make_case(reduced=False)
+    made.labels = None
+    with pytest.raises(ValueError, match=r"Set method.objective.name=kl"):
+        make_objective("ce")(made, head)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_frozen_head_costs_no_gradient_and_leaves_that_of_the_states(name: str) -> None:
+    made, head = make_case(reduced=True)
+    expected, _ = gradients(make_objective(name)(made, head), made)
+    made.draft_head_weight = made.draft_head_weight.detach()
+    output = make_objective(name)(made, head)
+    (found,) = torch.autograd.grad(output.loss_sum * 0.5, [made.draft_hidden])
+    assert torch.equal(found, expected)
 
 
 def test_no_row_gives_a_zero_loss_with_zero_gradients() -> None:
@@ -174,6 +226,7 @@ def test_no_row_gives_a_zero_loss_with_zero_gradients() -> None:
         made.supervised[:, :0],
         made.weights[:, :0],
         made.draft_to_target,
+        torch.zeros(0, dtype=torch.long),
     )
     for name in SHARES:
         output = make_objective(name)(empty, head)
@@ -244,6 +297,7 @@ def test_no_tensor_grows_with_rows_times_vocabulary(name: str, kept: int) -> Non
         torch.ones(steps, rows, dtype=torch.bool),
         torch.ones(steps, rows),
         torch.arange(kept) if kept < vocab else None,
+        torch.randint(0, vocab, (rows,)),
     )
     head = nn.Linear(hidden, vocab, bias=False).requires_grad_(False)
     limit = 16 * steps * vocab

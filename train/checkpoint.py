@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -176,6 +176,21 @@ def restore(accelerator: Accelerator, folder: Path) -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
+@runtime_checkable
+class HasSavedForm(Protocol):
+    """A draft that stands on disk in another form than its own (an ordinary language model)."""
+
+    def saved_form(self, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """The configuration to write (architectures set), and the tensors under their names there.
+
+        Args:
+            weights: all tensors of the draft under its own names, consolidated.
+        """
+
+    def save_beside(self, folder: Path) -> None:
+        """Writes what belongs beside the weights (a tokenizer)."""
+
+
 def save_draft(draft: Any, weights: dict[str, Tensor], folder: Path, *, dtype: torch.dtype) -> None:
     """Writes the files that `save_pretrained` writes, floats in `dtype`; main process only.
 
@@ -183,15 +198,19 @@ def save_draft(draft: Any, weights: dict[str, Tensor], folder: Path, *, dtype: t
     seconds and, without a CUDA compiler, would fail after the training is done.
 
     Args:
-        draft: the unwrapped draft model (a transformers PreTrainedModel).
+        draft: the unwrapped draft model: a transformers PreTrainedModel, or a `HasSavedForm`.
         weights: all of its tensors, consolidated.
         folder: where to write.
         dtype: of the float tensors on disk; vocabulary maps keep theirs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(draft.config)
+    if isinstance(draft, HasSavedForm):
+        config, weights = draft.saved_form(weights)
+        draft.save_beside(folder)
+    else:
+        config = copy.deepcopy(draft.config)
+        config.architectures = [type(draft).__name__]
     config.dtype = dtype  # of the file; the weights in memory are float32 masters
-    config.architectures = [type(draft).__name__]
     config.save_pretrained(folder)
     cast = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)

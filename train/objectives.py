@@ -1,4 +1,6 @@
-"""Training objectives over hidden states: KL, total variation and the LK hybrid, chunk by chunk.
+"""Training objectives over hidden states: KL, cross entropy, total variation and the LK hybrid.
+
+All of them chunk by chunk.
 
 Papers: EAGLE-3 (arXiv 2503.01840, section 3.1, the soft cross entropy over a reduced vocabulary);
 the acceptance of speculative sampling, sum_v min(p, q) = 1 - TV(p, q), is Leviathan et al.
@@ -13,6 +15,11 @@ vocabulary and p' = p restricted to the draft vocabulary and renormalised:
 
 CE equals KL(p' || q) plus the entropy of p', which is constant for the draft, so their gradients
 are the same; the reported loss is CE, as in the published implementations.
+
+`ce` puts the token that really follows in the place of p' (-log q_y, gradient q - onehot(y)): what
+the target wrote instead of all it could have written. A following token outside the draft
+vocabulary, or an unknown one, has weight 0 and is a miss; the statistics are those of the target's
+distribution all the same, because that is what decides about acceptance.
 
 A prediction whose target argmax lies outside the draft vocabulary has weight 0 in the loss and is
 a miss in the statistics. Its acceptance is what it is: the two distributions still overlap.
@@ -62,6 +69,24 @@ class SoftCrossEntropy:
 
     def __call__(self, predictions: Predictions, target_head: nn.Module) -> ObjectiveOutput:
         return _evaluate(predictions, target_head, None, self.chunk_elements)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """`ce`: the cross entropy to the token that follows in the text."""
+
+    chunk_elements: int | None = None
+    """Draft logits held at a time, per buffer; null: by device."""
+
+    def __call__(self, predictions: Predictions, target_head: nn.Module) -> ObjectiveOutput:
+        if predictions.labels is None:
+            raise ValueError(
+                "The objective 'ce' needs the tokens that follow (Predictions.labels), but this "
+                "method gives none. Set method.objective.name=kl."
+            )
+        return _evaluate(
+            predictions, target_head, None, self.chunk_elements, labels=predictions.labels
+        )
 
 
 @dataclass(frozen=True)
@@ -121,6 +146,7 @@ class LkLambda:
 
 
 OBJECTIVES: dict[str, type[Any]] = {
+    "ce": CrossEntropy,
     "kl": SoftCrossEntropy,
     "lk_lambda": LkLambda,
     "tv": TotalVariation,
@@ -159,7 +185,9 @@ class _Teacher:
     top_token: Tensor
     """[rows] target ids of the argmax over the whole vocabulary."""
     in_vocabulary: Tensor
-    """[rows] bool."""
+    """[rows] bool: that argmax (with `label`: the following token) is in the draft vocabulary."""
+    label: Tensor | None = None
+    """[rows] draft id of the token that follows, 0 where there is none; None: taught by `probs`."""
 
 
 class _PrecomputedGradient(torch.autograd.Function):
@@ -167,7 +195,12 @@ class _PrecomputedGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, value: Tensor, d_hidden: Tensor, d_weight: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        value: Tensor,
+        d_hidden: Tensor,
+        d_weight: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
@@ -178,6 +211,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         (scale,) = grad_outputs
         d_hidden, d_weight = ctx.saved_tensors
         d_hidden = (d_hidden * scale).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        # None where the head is frozen: it was not computed either.
         d_weight = (d_weight * scale).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return d_hidden, d_weight, None, None, None
 
@@ -187,6 +221,7 @@ def _evaluate(
     target_head: nn.Module,
     shares: tuple[Tensor, Tensor] | None,
     chunk_elements: int | None,
+    labels: Tensor | None = None,
 ) -> ObjectiveOutput:
     """The sum over predictions of weight * (CE share * CE + TV share * TV), and the statistics.
 
@@ -195,15 +230,18 @@ def _evaluate(
         target_head: Maps [rows, target_hidden] to the target's logits [rows, vocab].
         shares: Those of the cross entropy and of the total variation, [steps] each; None: CE alone.
         chunk_elements: Draft logits per chunk; None: by device.
+        labels: [rows] target ids that CE is taken towards; None: towards the target's distribution.
     """
     steps, rows, _ = predictions.draft_hidden.shape
     hidden, weight = predictions.draft_hidden, predictions.draft_head_weight
     with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.no_grad():
-        chunks = _Chunks(predictions, target_head, shares)
+        chunks = _Chunks(predictions, target_head, shares, labels)
         accuracy_dtype = chunks.dtype
         d_hidden = torch.zeros_like(hidden) if with_gradient else None
-        d_weight = torch.zeros_like(weight, dtype=accuracy_dtype) if with_gradient else None
+        d_weight = None
+        if with_gradient and weight.requires_grad:
+            d_weight = torch.zeros_like(weight, dtype=accuracy_dtype)
         losses = hidden.new_zeros(steps, rows, dtype=accuracy_dtype)
         acceptance = torch.zeros_like(losses)
         correct = torch.zeros_like(losses, dtype=torch.bool)
@@ -255,10 +293,12 @@ class _Chunks:
         predictions: Predictions,
         target_head: nn.Module,
         shares: tuple[Tensor, Tensor] | None,
+        labels: Tensor | None,
     ) -> None:
         self.predictions = predictions
         self.target_head = target_head
         self.shares = shares
+        self.labels = labels
         hidden, weight = predictions.draft_hidden, predictions.draft_head_weight
         device = hidden.device.type
         self.autocast_off = torch.autocast(device, enabled=False)
@@ -277,12 +317,16 @@ class _Chunks:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Losses, acceptances, hits ([steps, rows]) and in-vocabulary flags ([rows]) of a chunk.
 
-        With `d_hidden` and `d_weight` given, adds this chunk's gradients to them.
+        Adds this chunk's gradients to `d_hidden` and `d_weight` where they are given.
         """
         made = self.predictions
         teacher_logits = self.target_head(made.target_hidden[rows])  # [rows, vocab]
         with self.autocast_off:
-            teacher = _read_teacher(teacher_logits.to(self.dtype), made.draft_to_target)
+            teacher = _read_teacher(
+                teacher_logits.to(self.dtype),
+                made.draft_to_target,
+                None if self.labels is None else self.labels[rows],
+            )
             hidden = made.draft_hidden[:, rows].to(self.matmul_dtype).flatten(0, 1)
             shape = (len(made.weights), len(teacher.probs), -1)  # [steps, rows, draft_vocab]
             logits, probs = self._logits_and_buffer(hidden)
@@ -292,20 +336,26 @@ class _Chunks:
             # logsumexp from the largest probability: softmax does not hand out its normaliser.
             log_normaliser = (top_logit - probs.gather(-1, top[:, None]).log()).view(shape[:2])
             logits, probs = logits.view(shape), probs.view(shape)
-            losses = teacher.probs.sum(-1) * log_normaliser - logits.mul_(teacher.probs).sum(-1)
+            if teacher.label is None:
+                losses = teacher.probs.sum(-1) * log_normaliser
+                losses -= logits.mul_(teacher.probs).sum(-1)
+            else:
+                label = teacher.label.expand(shape[:2])[..., None]  # [steps, rows, 1]
+                losses = log_normaliser - logits.gather(-1, label).squeeze(-1)
             scratch = torch.minimum(probs, teacher.full_probs, out=logits)
             acceptance = scratch.sum(-1)
             if self.shares is not None:
                 losses = losses * self.shares[0][:, None]
                 losses += (1.0 - acceptance) * self.shares[1][:, None]
-            if d_hidden is not None and d_weight is not None:
+            if d_hidden is not None:
                 self._logit_gradient(probs, scratch, teacher)
                 weights = (made.weights[:, rows] * teacher.in_vocabulary).flatten()[:, None]
                 gradient = probs.flatten(0, 1).to(self.matmul_dtype)
                 # Weights scale the small matrices, never the [steps * rows, draft_vocab] one.
                 d_rows = (gradient @ self.head_weight) * weights
                 d_hidden[:, rows] = d_rows.view(*shape[:2], -1).to(d_hidden.dtype)
-                _add_product(d_weight, gradient.T, (hidden * weights).to(self.matmul_dtype))
+                if d_weight is not None:
+                    _add_product(d_weight, gradient.T, (hidden * weights).to(self.matmul_dtype))
             tokens = top if made.draft_to_target is None else made.draft_to_target[top]
             correct = tokens.view(shape[:2]) == teacher.top_token
         return losses, acceptance, correct, teacher.in_vocabulary
@@ -324,6 +374,10 @@ class _Chunks:
 
     def _logit_gradient(self, probs: Tensor, scratch: Tensor, teacher: _Teacher) -> None:
         """Turns `probs` in place into the gradient of a prediction's loss towards its logits."""
+        if teacher.label is not None:
+            label = teacher.label.expand(probs.shape[:2])[..., None]
+            probs.scatter_add_(-1, label, probs.new_full(label.shape, -1.0))
+            return
         if self.shares is None:
             probs.sub_(teacher.probs)
             return
@@ -334,17 +388,25 @@ class _Chunks:
         probs.addcmul_(teacher.probs, -cross_entropy).addcmul_(scratch, -variation)
 
 
-def _read_teacher(logits: Tensor, draft_to_target: Tensor | None) -> _Teacher:
+def _read_teacher(
+    logits: Tensor, draft_to_target: Tensor | None, labels: Tensor | None
+) -> _Teacher:
     """Softmax over the whole vocabulary, then the draft vocabulary's part of it, renormalised."""
     top_token = _argmax(logits)
     probs = torch.softmax(logits, -1)
     if draft_to_target is None:
-        return _Teacher(probs, probs, top_token, torch.ones_like(top_token, dtype=torch.bool))
-    place = torch.searchsorted(draft_to_target, top_token).clamp_max(len(draft_to_target) - 1)
+        known = torch.ones_like(top_token, dtype=torch.bool) if labels is None else labels >= 0
+        label = None if labels is None else labels.clamp_min(0)
+        return _Teacher(probs, probs, top_token, known, label)
+    taught = top_token if labels is None else labels
+    place = torch.searchsorted(draft_to_target, taught).clamp_max(len(draft_to_target) - 1)
+    known = draft_to_target[place] == taught
     full_probs = probs.index_select(-1, draft_to_target)
+    if labels is not None:
+        return _Teacher(full_probs, full_probs, top_token, known, place)
     # Where all of the draft vocabulary underflows its argmax is outside, and the weight is 0.
     mass = full_probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
-    return _Teacher(full_probs, full_probs / mass, top_token, draft_to_target[place] == top_token)
+    return _Teacher(full_probs, full_probs / mass, top_token, known)
 
 
 def _argmax(logits: Tensor) -> Tensor:

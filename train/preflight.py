@@ -93,9 +93,10 @@ def check_before_start(settings: TrainConfig) -> Preflight:
     rows, validation_rows = _open_rows(settings)
     target = _read_target(settings)
     method.validate(target.num_layers, target.vocab_size)
-    aux_layer_ids = validate_aux_layer_ids(
-        method.aux_layer_ids or default_aux_layer_ids(target.num_layers), target.num_layers
-    )
+    wanted = method.aux_layer_ids
+    if wanted is None:  # An empty list is a choice too: the final state alone.
+        wanted = list(default_aux_layer_ids(target.num_layers))
+    aux_layer_ids = validate_aux_layer_ids(wanted, target.num_layers)
     rows = _check_rows(rows, target, aux_layer_ids)
     if validation_rows is not None:
         validation_rows = _check_rows(validation_rows, target, aux_layer_ids)

@@ -304,11 +304,11 @@ def build_draft(
 ) -> nn.Module:
     """The draft in float32, knowing its target and how it was trained."""
     vocabulary = make_vocabulary(preflight, accelerator)
-    draft = preflight.method.build(
-        target_head,
-        vocabulary,
-        preflight.aux_layer_ids,
-    )
+    method: Any = preflight.method
+    # A draft that starts from the target's own layers needs more of it than the head.
+    from_target = getattr(method, "builds_from_target", False)
+    options = {"target": asdict(settings.target)} if from_target else {}
+    draft = method.build(target_head, vocabulary, preflight.aux_layer_ids, **options)
     draft.float()
     if settings.init_from is not None:
         load_weights(draft, settings.init_from)
