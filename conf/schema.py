@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, DictConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -23,6 +23,21 @@ def require_at_least(name: str, value: float | None, minimum: float) -> None:
     """Raises ValueError when a number lies below its minimum; None passes."""
     if value is not None and value < minimum:
         raise ValueError(f"{name} is {value}; it must be at least {minimum}.")
+
+
+def open_dict(element_type: Any = Any) -> Any:
+    """Default of a setting that is a dictionary with keys of the user's own.
+
+    Hydra closes dictionaries against keys that its YAML does not have; this one stays open, so that
+    key={a: 1} works without a plus sign. Entries are checked as `element_type`.
+    """
+    return DictConfig(
+        {},
+        key_type=str,
+        element_type=element_type,
+        ref_type=dict[str, element_type],  # type: ignore[valid-type]
+        flags={"struct": False},
+    )
 
 
 @dataclass
@@ -74,12 +89,13 @@ class PrepareConfig:
     """Read only this many rows."""
     shuffle_seed: int | None = None
     """Shuffle the rows with this seed before `limit`; null keeps file order."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=open_dict)
     """Passed to the chat template, for example {enable_thinking: false}."""
     overwrite: bool = False
     """Replace an output folder that was made with other settings."""
 
     def __post_init__(self) -> None:
+        self.template_kwargs = dict(self.template_kwargs)
         formats = ("auto", "messages", "sharegpt", "alpaca", "prompt_response", "text")
         require_choice("input_format", self.input_format, formats)
         require_choice("train_on", self.train_on, ("all", "last"))
@@ -111,10 +127,11 @@ class RegenerateConfig:
     seed: int = 0
     limit: int | None = None
     """Only the first N prompts."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=open_dict)
     """Passed to the chat template."""
 
     def __post_init__(self) -> None:
+        self.template_kwargs = dict(self.template_kwargs)
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
         require_at_least("batch_size", self.batch_size, 1)
         require_at_least("temperature", self.temperature, 0.0)
@@ -155,40 +172,158 @@ class CacheConfig:
 
 
 @dataclass
-class EvaluateConfig:
+class DraftingConfig:
+    """How a draft model spends its budget in a round (conf/drafting; inference/policies.py).
+
+    Each policy reads its own fields; a draft model that proposes whole blocks by itself only takes
+    the depth.
+    """
+
+    policy: str = "chain"
+    """chain, static_tree (EAGLE-1), dynamic_tree (EAGLE-2) or sampled_tree."""
+    num_draft_tokens: int = 4
+    """chain: its length in tokens."""
+    total_tokens: int = 60
+    """dynamic_tree: tokens that the target reads per round, the root included (EAGLE-2: 60)."""
+    depth: int = 5
+    """dynamic_tree: expansions after the first level (EAGLE-2: 5)."""
+    top_k: int = 10
+    """dynamic_tree: nodes expanded per level, and children of each (EAGLE-2: 10)."""
+    widths: list[int] = field(default_factory=lambda: [3, 2, 1, 1])
+    """sampled_tree: children per node, level by level (our choice)."""
+    paths: list[list[int]] | None = None
+    """static_tree: its nodes as ranks from the root, such as [[0], [1], [0, 0]]; null takes 16
+    nodes."""
+
+    def __post_init__(self) -> None:
+        policies = ("chain", "static_tree", "dynamic_tree", "sampled_tree")
+        require_choice("drafting.policy", self.policy, policies)
+        require_at_least("drafting.num_draft_tokens", self.num_draft_tokens, 1)
+        require_at_least("drafting.total_tokens", self.total_tokens, 2)
+        require_at_least("drafting.depth", self.depth, 0)
+        require_at_least("drafting.top_k", self.top_k, 1)
+
+
+@dataclass
+class PromptsConfig:
+    """What evaluations decode; shared by draftsmith-evaluate and draftsmith-compare."""
+
+    prompts: str = "bundled"
+    """bundled (the held-out prompts that come with draftsmith), a JSONL file (draftsmith's,
+    OpenAI messages, MT-Bench's or Spec-Bench's question.jsonl), a folder written by `datasets`'
+    save_to_disk, or a name for `datasets`."""
+    prompts_subset: str | None = None
+    """Configuration of a `datasets` name, such as main of openai/gsm8k."""
+    prompts_split: str | None = None
+    """Split of a `datasets` name or folder; may be null when there is only one."""
+    prompts_column: str | None = None
+    """Column that holds the prompt, the turns or the messages; null: prompt, messages or turns."""
+    limit_per_category: int | None = None
+    """Prompts per category; null takes all."""
+    max_new_tokens: int = 64
+    """Tokens per answer."""
+    seed: int = 0
+    """Of sampled answers; an answer's own seed also depends on its prompt, not on the others."""
+    baseline_prompts_per_category: int | None = 2
+    """Prompts per category that are also decoded plainly, for the tokens/s of the same run; null
+    takes all. With batch_size above 1 at least so many that the batch is full."""
+    check_lossless: bool = True
+    """Greedy: compare every answer with the target's own greedy answer."""
+    template_kwargs: dict[str, Any] = field(default_factory=open_dict)
+    """Passed to the chat template, for example {enable_thinking: false}."""
+
+    def __post_init__(self) -> None:
+        self.template_kwargs = dict(self.template_kwargs)
+        require_at_least("limit_per_category", self.limit_per_category, 1)
+        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 0)
+
+
+@dataclass
+class EvaluateConfig(PromptsConfig):
     """draftsmith-evaluate: what a draft model is worth."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     draft: str | None = None
     """Folder of a draft model, or of a training run; null measures plain decoding only."""
-    prompts: str = "bundled"
-    """bundled (the held-out prompts that come with draftsmith) or a JSONL file of prompts."""
     output: str = MISSING
-    """Folder for results.json and the table."""
-    num_draft_tokens: int = 4
-    """Drafted tokens per round (chain length)."""
-    max_new_tokens: int = 64
-    """Tokens per answer."""
+    """Folder for report.html, results.json, results.txt and spec_bench.jsonl."""
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
     temperature: float = 0.0
     """0 is greedy."""
     top_k: int = 0
+    """Sampling among the k most likely tokens; 0 keeps all. (A tree's k is drafting.top_k.)"""
     top_p: float = 1.0
-    seed: int = 0
-    limit_per_category: int | None = None
-    """Prompts per category; null takes all."""
-    baseline_prompts_per_category: int = 2
-    """Prompts per category that are also decoded plainly, for the tokens/s of the same run."""
-    check_lossless: bool = True
-    """Greedy: compare every answer with the target's own greedy answer."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the chat template."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    use_generation_config: bool = False
+    """Sample as the target's generation_config.json says, instead of the five settings above."""
+    batch_size: int = 1
+    """Answers decoded at a time; above 1 the speeds are throughput."""
 
     def __post_init__(self) -> None:
-        require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
-        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        super().__post_init__()
         require_at_least("temperature", self.temperature, 0.0)
-        require_at_least("limit_per_category", self.limit_per_category, 1)
-        require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 0)
+        require_at_least("batch_size", self.batch_size, 1)
+        given = (
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+        )
+        if self.use_generation_config and given != (0.0, 0, 1.0, 0.0, 1.0):
+            raise ValueError(
+                "use_generation_config is true, but temperature, top_k, top_p, min_p or "
+                "repetition_penalty is set as well. Set one or the other."
+            )
+
+
+@dataclass
+class CompareSetting(DraftingConfig):
+    """One way to decode in a comparison: a drafting policy and how the target samples."""
+
+    temperature: float = 0.0
+    """0 is greedy."""
+    sampling_top_k: int = 0
+    """Sampling among the k most likely tokens; 0 keeps all. (top_k is the dynamic tree's.)"""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least("temperature", self.temperature, 0.0)
+
+
+@dataclass
+class CompareConfig(PromptsConfig):
+    """draftsmith-compare: several draft models and ways to decode, in one run."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafts: dict[str, str | None] = field(default_factory=open_dict)
+    """Name -> folder of a draft model or of a training run; none is plain decoding."""
+    settings: dict[str, CompareSetting] = field(default_factory=lambda: open_dict(CompareSetting))
+    """Name -> how to decode; empty takes default_settings."""
+    default_settings: dict[str, CompareSetting] = field(
+        default_factory=lambda: open_dict(CompareSetting)
+    )
+    """What is compared when `settings` is empty (conf/compare.yaml)."""
+    output: str = MISSING
+    """Folder for compare.json, compare.txt and compare.html."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.drafts = dict(self.drafts)
+        self.settings = dict(self.settings)
+        self.default_settings = dict(self.default_settings)
+        if not self.drafts:
+            raise ValueError(
+                "drafts is empty: name the draft models to compare, for example "
+                "'drafts={a: runs/a, b: runs/b}'."
+            )
+        if not self.settings and not self.default_settings:
+            raise ValueError("settings is empty: name at least one way to decode.")
 
 
 @dataclass
@@ -210,8 +345,7 @@ class QuickstartConfig:
     """Held-out prompts per category; null takes all."""
     max_new_tokens: int = 40
     """Tokens per evaluated answer."""
-    num_draft_tokens: int = 4
-    """Chain length."""
+    drafting: DraftingConfig = field(default_factory=DraftingConfig)
     baseline_prompts_per_category: int = 2
     """Prompts per category that are also decoded plainly and with an untrained draft."""
 
@@ -219,5 +353,4 @@ class QuickstartConfig:
         require_at_least("limit_answers", self.limit_answers, 1)
         require_at_least("limit_per_category", self.limit_per_category, 1)
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
-        require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
         require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 1)

@@ -43,3 +43,12 @@ def evaluate() -> None:
         root="evaluate",
         schema="draftsmith.conf.schema:EvaluateConfig",
     )
+
+
+def compare() -> None:
+    """draftsmith-compare."""
+    run_verb(
+        "draftsmith.eval.compare:run",
+        root="compare",
+        schema="draftsmith.conf.schema:CompareConfig",
+    )

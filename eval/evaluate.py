@@ -3,44 +3,43 @@
     draftsmith-evaluate target=smollm2 draft=runs/train output=runs/evaluation
 
 Decodes prompts with the draft model, times plain decoding of some of them in between (so that a
-disturbance of the machine hits both), compares greedy answers with the target's own, and writes
-results.json and the table. Every number is defined in draftsmith.eval.metrics.
+disturbance of the machine hits both), compares greedy answers with the target's own, and writes the
+report. Every number is defined in draftsmith.eval.metrics. Under accelerate launch or torchrun the
+prompts are shared by the processes:
+
+    torchrun --nproc_per_node 4 -m draftsmith.eval.evaluate target=... draft=... output=...
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
-from draftsmith.conf.schema import EvaluateConfig
-from draftsmith.eval.prompt_lookup import replay_prompt_lookup
-from draftsmith.eval.prompts import Prompt, encode_turn, load_prompts
+from draftsmith.conf.entry import run_verb
+from draftsmith.conf.schema import EvaluateConfig, PromptsConfig, TargetConfig
+from draftsmith.data.processes import join_processes
+from draftsmith.eval.lanes import Lane, LaneRunner, plan_prompts
+from draftsmith.eval.lossless import check_lossless, replay_lookup
+from draftsmith.eval.prompts import Prompt, load_prompts, template_mode
 from draftsmith.eval.report import write_report
-from draftsmith.eval.results import (
-    EvaluationResult,
-    EvaluationSettings,
-    PromptResult,
-    TurnResult,
-    describe_answer,
-)
-from draftsmith.inference.decode import Generation, RoundRecord, generate
-from draftsmith.inference.plain import GreedyAnswers, plain_generate
-from draftsmith.models.load import load_draft
-from draftsmith.models.protocols import Drafter, SamplingSettings
-from draftsmith.models.target import Fingerprint, TargetModel
+from draftsmith.eval.results import EvaluationResult
+from draftsmith.eval.settings import EvaluationSettings, make_settings
+from draftsmith.eval.sharding import Lanes, gather_lanes, launched, own_share
+from draftsmith.eval.simulated import find_simulated
+from draftsmith.inference.plain import GreedyAnswers
+from draftsmith.models.load import load_drafter
+from draftsmith.models.protocols import Drafter
+from draftsmith.models.target import Fingerprint, TargetModel, resolve_target
 
-WARM_UP_TOKENS = 8
-"""Tokens decoded both ways before anything is timed: first calls allocate and compile."""
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 
 def check_target(recorded: Mapping[str, str] | None, target: TargetModel) -> None:
@@ -66,7 +65,7 @@ def check_target(recorded: Mapping[str, str] | None, target: TargetModel) -> Non
         )
 
 
-def _environment(target: TargetModel) -> dict[str, Any]:
+def _environment(target: TargetModel, num_processes: int) -> dict[str, Any]:
     """What the numbers depend on besides the models."""
     on_cuda = target.device.type == "cuda"
     packages = ("draftsmith", "torch", "transformers")
@@ -74,105 +73,75 @@ def _environment(target: TargetModel) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in packages}
         | {"python": platform.python_version()},
         "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config._attn_implementation,
         "device": torch.cuda.get_device_name(target.device) if on_cuda else "cpu",
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
+        "processes": num_processes,
     }
 
 
-class _Decoder:
-    """Decodes turns with and without the draft model, under one set of settings."""
+def evaluate_lanes(
+    target: TargetModel,
+    lanes: Sequence[Lane],
+    prompts: Sequence[Prompt],
+    *,
+    answers: GreedyAnswers | None = None,
+    show_progress: bool = False,
+    state: PartialState | None = None,
+) -> list[EvaluationResult]:
+    """Measures several ways to decode on the same prompts, interleaved.
 
-    def __init__(
-        self, target: TargetModel, draft: Drafter | None, settings: EvaluationSettings
-    ) -> None:
-        self.target = target
-        self.draft = draft
-        self.settings = settings
+    Args:
+        target: the frozen target.
+        lanes: at least one; they differ in draft model, policy and sampling alone.
+        prompts: at least one.
+        answers: see `evaluate`.
+        show_progress: draw a progress bar on stderr.
+        state: the processes that share the work, each of which must call this; None: one process.
 
-    def _generator(self, key: str) -> torch.Generator:
-        # The seed of an answer depends on its prompt, not on how many prompts came before.
-        seed = zlib.crc32(f"{self.settings.seed}/{key}".encode())
-        return torch.Generator(device=self.target.device).manual_seed(seed)
+    Returns:
+        One result per lane, the same in every process.
 
-    def speculative(self, prompt_ids: list[int], key: str, max_new_tokens: int) -> Generation:
-        return generate(
-            self.target,
-            self.draft,
-            torch.tensor([prompt_ids]),
-            max_new_tokens=max_new_tokens,
-            num_draft_tokens=self.settings.num_draft_tokens,
-            sampling=self.settings.sampling,
-            generator=self._generator(key),
+    Raises:
+        ValueError: see `evaluate`.
+    """
+    if not prompts:
+        raise ValueError("There are no prompts to evaluate on.")
+    settings = lanes[0].settings
+    references = answers or GreedyAnswers(target, max_new_tokens=settings.max_new_tokens)
+    if references.max_new_tokens != settings.max_new_tokens:
+        raise ValueError(
+            f"The greedy answers were made with max_new_tokens {references.max_new_tokens}, but "
+            f"the evaluation uses {settings.max_new_tokens}. Make them with the same limit."
         )
+    runner = LaneRunner(target, lanes)
+    index, count = (0, 1) if state is None else (state.process_index, state.num_processes)
 
-    def plain(self, prompt_ids: list[int], key: str, max_new_tokens: int) -> Generation:
-        return plain_generate(
-            self.target,
-            prompt_ids,
-            max_new_tokens=max_new_tokens,
-            sampling=self.settings.sampling,
-            generator=self._generator(key),
+    def own_work() -> Lanes:
+        planned = own_share(plan_prompts(prompts, settings), index, count)
+        found = runner.run(planned, show_progress=show_progress and index == 0)
+        for lane, results in zip(lanes, found, strict=True):
+            if lane.settings.sampling.greedy:
+                turns = [turn for _, result in results for turn in result.turns]
+                replay_lookup(turns, target, lane.settings)
+                if lane.settings.check_lossless and lane.draft is not None:
+                    check_lossless(turns, references, lane.settings.sampling)
+        return found
+
+    warm_up = runner.warm_up(prompts)
+    return [
+        EvaluationResult(
+            settings=lane.settings,
+            target=target.name_or_path,
+            draft=lane.name if lane.draft is not None else None,
+            prompts=results,
+            environment=_environment(target, count),
+            warm_up=warm_up,
+            template=template_mode(target.tokenizer),
         )
-
-    def turn(
-        self, prompt_ids: list[int], key: str, *, timed: bool, plain_first: bool
-    ) -> TurnResult:
-        """One answer; a timed one is decoded both ways, in the order asked for."""
-        limit = self.settings.max_new_tokens
-        plain = self.plain(prompt_ids, key, limit) if timed and plain_first else None
-        generation = self.speculative(prompt_ids, key, limit)
-        if timed and not plain_first:
-            plain = self.plain(prompt_ids, key, limit)
-        text = self.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-        return describe_answer(prompt_ids, generation, str(text), plain)
-
-    def prompt(self, prompt: Prompt, *, timed: bool, plain_first: bool) -> PromptResult:
-        """All turns of one prompt; later ones contain the answers to earlier ones."""
-        result = PromptResult(prompt)
-        for number in range(len(prompt.turns)):
-            answers = [turn.text for turn in result.turns]
-            try:
-                prompt_ids = self.encode(prompt, answers)
-                key = f"{prompt.id}/{number}"
-                turn = self.turn(prompt_ids, key, timed=timed, plain_first=plain_first)
-            except ValueError as error:
-                raise ValueError(f"Prompt {prompt.id}, turn {number + 1}: {error}") from error
-            result.turns.append(turn)
-        return result
-
-    def all_prompts(self, prompts: Sequence[Prompt], *, show_progress: bool) -> list[PromptResult]:
-        """Every prompt in order; the first ones of each category are timed both ways."""
-        results = []
-        seen: Counter[str] = Counter()
-        shown = track(
-            prompts,
-            description="evaluating",
-            console=Console(stderr=True),
-            disable=not show_progress,
-        )
-        for index, prompt in enumerate(shown):
-            timed = seen[prompt.category] < self.settings.baseline_prompts_per_category
-            timed = timed and self.draft is not None
-            seen[prompt.category] += 1
-            results.append(self.prompt(prompt, timed=timed, plain_first=index % 2 == 0))
-        return results
-
-    def encode(self, prompt: Prompt, answers: Sequence[str]) -> list[int]:
-        return encode_turn(
-            self.target.tokenizer,
-            prompt.turns[: len(answers) + 1],
-            answers,
-            template_kwargs=self.settings.template_kwargs,
-        )
-
-    def warm_up(self, prompt: Prompt) -> str:
-        """Decodes a little both ways; returns what was done, for the report."""
-        tokens = min(WARM_UP_TOKENS, self.settings.max_new_tokens)
-        prompt_ids = self.encode(prompt, [])
-        self.speculative(prompt_ids, "warm-up", tokens)
-        self.plain(prompt_ids, "warm-up", tokens)
-        return f"{tokens} tokens of the first prompt both ways, not counted"
+        for lane, results in zip(lanes, gather_lanes(own_work, state), strict=True)
+    ]
 
 
 def evaluate(
@@ -184,6 +153,7 @@ def evaluate(
     draft_name: str | None = None,
     answers: GreedyAnswers | None = None,
     show_progress: bool = False,
+    state: PartialState | None = None,
 ) -> EvaluationResult:
     """Measures a draft model on a target; with no draft model, plain decoding.
 
@@ -196,113 +166,103 @@ def evaluate(
         answers: the target's own greedy answers, to share between evaluations of several draft
             models; None makes them here.
         show_progress: draw a progress bar on stderr.
+        state: see `evaluate_lanes`.
 
     Raises:
-        ValueError: no prompts, a prompt too long for the target (named), or `answers` made for
-            another length limit.
+        ValueError: no prompts, a prompt too long for the target (named), a target that cannot be
+            read in packed forwards, or `answers` made for another length limit.
     """
-    if not prompts:
-        raise ValueError("There are no prompts to evaluate on.")
-    if answers is None:
-        answers = GreedyAnswers(target, max_new_tokens=settings.max_new_tokens)
-    elif answers.max_new_tokens != settings.max_new_tokens:
-        raise ValueError(
-            f"The greedy answers were made with max_new_tokens {answers.max_new_tokens}, but the "
-            f"evaluation uses {settings.max_new_tokens}. Make them with the same limit."
-        )
-    decoder = _Decoder(target, draft, settings)
-    warm_up = decoder.warm_up(prompts[0])
-    results = decoder.all_prompts(prompts, show_progress=show_progress)
-    if settings.sampling.greedy:
-        turns = [turn for result in results for turn in result.turns]
-        for turn in turns:
-            turn.prompt_lookup_rounds = _prompt_lookup(target, turn, settings)
-        if settings.check_lossless and draft is not None:
-            _check_lossless(turns, answers)
-    return EvaluationResult(
-        settings=settings,
-        target=target.name_or_path,
-        draft=draft_name if draft is not None else None,
-        prompts=results,
-        environment=_environment(target),
-        warm_up=warm_up,
+    (result,) = evaluate_lanes(
+        target,
+        [Lane(draft, settings, draft_name)],
+        prompts,
+        answers=answers,
+        show_progress=show_progress,
+        state=state,
     )
+    return result
 
 
-def _prompt_lookup(
-    target: TargetModel, turn: TurnResult, settings: EvaluationSettings
-) -> list[RoundRecord]:
-    """Rounds of prompt lookup on the same answer, after the token from prefill as ours."""
-    first, *rest = turn.generation.token_ids
-    return replay_prompt_lookup(
-        [*turn.prompt_ids, first],
-        rest,
-        num_draft_tokens=settings.num_draft_tokens,
-        max_length=len(turn.prompt_ids) + settings.max_new_tokens,
-        stop_token_ids=target.eos_token_ids,
-    )
-
-
-def _check_lossless(turns: Sequence[TurnResult], answers: GreedyAnswers) -> None:
-    """Compares every answer with the target's own; plain runs that were timed serve as they are."""
-    for turn in turns:
-        if turn.plain is not None:
-            answers.remember(turn.prompt_ids, turn.plain.token_ids)
-    answers.decode([turn.prompt_ids for turn in turns])
-    for turn in turns:
-        turn.divergence = answers.divergence(turn.prompt_ids, turn.generation.token_ids)
-        turn.checked = True
-
-
-def find_draft_folder(path: str) -> str:
-    """The draft model's folder: the path itself, or `draft` inside a training run.
-
-    Raises:
-        ValueError: neither holds a config.json.
-    """
-    for folder in (Path(path), Path(path) / "draft"):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    raise ValueError(
-        f"draft is {path}, but neither it nor {path}/draft has a config.json. Give the folder of a "
-        "draft model or of a finished training run."
-    )
+def draft_folder(path: str) -> Path:
+    """The draft model's folder: the path itself, or `draft` inside a training run."""
+    folder, inside = Path(path), Path(path) / "draft"
+    is_run = not (folder / "config.json").is_file() and (inside / "config.json").is_file()
+    return inside if is_run else folder
 
 
 def load_draft_for(path: str, target: TargetModel) -> Any:
-    """Loads a draft model, checks that it belongs to the target, and attaches the embeddings.
+    """Loads a draft model for a target, and checks that it belongs to it.
+
+    Args:
+        path: see `load_drafter`.
+        target: the loaded target.
 
     Returns:
-        A draft model that is both a `TrainableDraft` and a `Drafter`.
+        A `Drafter` with the target attached.
 
     Raises:
-        ValueError: see `find_draft_folder`, `load_draft` and `check_target`.
+        ValueError: see `load_drafter` and `check_target`.
     """
-    draft = load_draft(find_draft_folder(path), dtype=target.dtype, device=target.device)
-    check_target(draft.config.target_fingerprint, target)
-    draft.attach_target(embed_tokens=target.embed_tokens)
-    return draft.eval()
+    draft = load_drafter(path, target)
+    # A small model's config is its own family's: it knows no target unless it was distilled here.
+    check_target(getattr(draft.config, "target_fingerprint", None), target)
+    return draft
+
+
+def load_prompts_for(config: PromptsConfig) -> list[Prompt]:
+    """The prompts that a configuration names."""
+    return load_prompts(
+        config.prompts,
+        limit_per_category=config.limit_per_category,
+        subset=config.prompts_subset,
+        split=config.prompts_split,
+        column=config.prompts_column,
+    )
+
+
+def load_target(config: TargetConfig) -> tuple[TargetModel, PartialState | None]:
+    """The target on this process's device, and the processes that share the work, if several.
+
+    Raises:
+        ValueError: see `TargetModel.load` and `join_processes`.
+    """
+    options = asdict(config)
+    if not launched():
+        return TargetModel.load(**options), None
+    state, device = join_processes(config.device)
+    # One process converts or downloads; the others find the result.
+    with state.main_process_first():
+        resolve_target(config.name_or_path)
+    return TargetModel.load(**(options | {"device": device})), state
 
 
 def run(config: EvaluateConfig) -> None:
-    """The verb: loads, evaluates, prints the table and writes the results."""
-    prompts = load_prompts(config.prompts, limit_per_category=config.limit_per_category)
-    target = TargetModel.load(**asdict(config.target))
+    """The verb: loads, evaluates, prints the table and writes the report."""
+    prompts = load_prompts_for(config)
+    target, state = load_target(config.target)
     draft = load_draft_for(config.draft, target) if config.draft is not None else None
     result = evaluate(
         target,
         draft,
         prompts,
-        EvaluationSettings(
-            max_new_tokens=config.max_new_tokens,
-            num_draft_tokens=config.num_draft_tokens,
-            sampling=SamplingSettings(config.temperature, config.top_k, config.top_p),
-            seed=config.seed,
-            baseline_prompts_per_category=config.baseline_prompts_per_category,
-            check_lossless=config.check_lossless,
-            template_kwargs=config.template_kwargs,
-        ),
+        make_settings(config, target),
         draft_name=config.draft,
         show_progress=True,
+        state=state,
     )
-    write_report(result, Path(config.output), Console())
+    if config.draft is not None:
+        result.simulated = find_simulated(draft_folder(config.draft))
+    if state is None or state.is_main_process:
+        write_report(result, Path(config.output), Console())
+    if state is not None:
+        state.wait_for_everyone()
+        state.destroy_process_group()
+
+
+def main() -> None:
+    """Entry point of python -m draftsmith.eval.evaluate, for launchers."""
+    run_verb(run, root="evaluate", schema="draftsmith.conf.schema:EvaluateConfig")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,11 @@ kept.
 
 *accepted_draft_tokens*: drafted tokens in the text / rounds, the target's own token excluded.
 
-*acceptance by position* i (from 1), over rounds that drafted at least i tokens: joint, the share
-that kept all of the first i; conditional, that share among rounds that kept the first i - 1.
+*acceptance by position* i (from 1), over rounds whose draft reaches depth i (a tree's deepest
+node): joint, the share that kept i tokens or more; conditional, that share among rounds that kept
+the first i - 1.
+
+*verified nodes*: drafted tokens that the target read, per round: all nodes of a tree.
 
 The same trace in the conventions of other tools (see `AcceptanceSummary`) shows that their numbers
 differ by definition, not by decoder.
@@ -21,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draftsmith.inference.decode import RoundRecord
+from draftsmith.inference.records import RoundRecord
 
 MAX_LOOP_TOKENS = 16
 """Longest repeated phrase that the repetition guard looks for, in tokens (our choice)."""
@@ -40,12 +43,16 @@ class AcceptanceSummary:
     """Tokens emitted per round -> number of rounds."""
     accepted_length: float | None
     accepted_draft_tokens: float | None
+    verified_nodes: float | None
+    """Drafted tokens that the target read / rounds."""
     joint_acceptance: list[float | None]
-    """By draft position; vLLM's per-position rates are of this kind."""
+    """By draft position, of the rounds that reach it."""
     conditional_acceptance: list[float | None]
     """By draft position, given that all positions before were accepted."""
     accepted_length_vllm: float | None
     """1 + accepted drafts / rounds with drafts, not cut at the end of the text (vLLM)."""
+    joint_acceptance_vllm: list[float]
+    """By draft position, of all rounds with drafts, not cut at the end of the text (vLLM)."""
     accepted_length_spec_bench: float | None
     """Mean over rounds of 1 + accepted drafts in the text. Spec-Bench's EAGLE entries: the 1 is the
     round's root, so that the token from prefill counts and the last bonus token does not."""
@@ -65,10 +72,10 @@ def accepted_length(histogram: Mapping[int, int]) -> float | None:
 
 
 def drafts_in_text(record: RoundRecord) -> tuple[int, int]:
-    """(proposed, accepted) of a round, without the drafts that lie after the end of the text."""
+    """(depth, accepted) of a round, without the drafts that lie after the end of the text."""
     if record.emitted <= record.accepted:
         return record.emitted, record.emitted
-    return record.proposed, record.accepted
+    return record.depth, record.accepted
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -82,8 +89,8 @@ def acceptance_by_position(
     pairs = [drafts_in_text(record) for record in rounds]
     joint: list[float | None] = []
     conditional: list[float | None] = []
-    for position in range(1, max((proposed for proposed, _ in pairs), default=0) + 1):
-        reached = [accepted for proposed, accepted in pairs if proposed >= position]
+    for position in range(1, max((depth for depth, _ in pairs), default=0) + 1):
+        reached = [accepted for depth, accepted in pairs if depth >= position]
         kept = sum(accepted >= position for accepted in reached)
         joint.append(_ratio(kept, len(reached)))
         conditional.append(_ratio(kept, sum(accepted >= position - 1 for accepted in reached)))
@@ -99,14 +106,20 @@ def summarise_rounds(rounds: Iterable[RoundRecord]) -> AcceptanceSummary:
     mean_drafts = _ratio(in_text, len(rounds))
     drafting = [record for record in rounds if record.proposed > 0]
     verified = _ratio(sum(record.accepted for record in drafting), len(drafting))
+    deepest = max((record.depth for record in drafting), default=0)
     return AcceptanceSummary(
         num_rounds=len(rounds),
         histogram=histogram,
         accepted_length=accepted_length(histogram),
         accepted_draft_tokens=mean_drafts,
+        verified_nodes=_ratio(sum(record.proposed for record in rounds), len(rounds)),
         joint_acceptance=joint,
         conditional_acceptance=conditional,
         accepted_length_vllm=None if verified is None else 1.0 + verified,
+        joint_acceptance_vllm=[
+            sum(record.accepted >= position for record in drafting) / len(drafting)
+            for position in range(1, deepest + 1)
+        ],
         accepted_length_spec_bench=None if mean_drafts is None else 1.0 + mean_drafts,
     )
 
@@ -140,8 +153,9 @@ def measure_repetition(token_ids: Sequence[int]) -> Repetition:
             # The phrase itself counts once it has come twice in full.
             if run >= period:
                 longest = max(longest, run + period)
+    covers = max(MIN_LOOP_TOKENS, LOOP_SHARE * len(token_ids))
     return Repetition(
         distinct_ratio=len(set(token_ids)) / len(token_ids) if token_ids else 1.0,
         longest_loop=longest,
-        repetitive=longest >= max(MIN_LOOP_TOKENS, LOOP_SHARE * len(token_ids)),
+        repetitive=longest >= covers,
     )

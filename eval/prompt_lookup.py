@@ -4,7 +4,7 @@ Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) proposes what foll
 when they occurred before. Greedy decoding is lossless, so its text is known already: asking
 transformers' candidate generator at each round and counting how far it agrees with that text gives
 the rounds of a real run without one target forward. A test in
-tests/test_evaluate.py compares with a real `generate(prompt_lookup_num_tokens=...)`.
+tests/test_prompt_lookup.py compares with a real `generate(prompt_lookup_num_tokens=...)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from draftsmith.inference.decode import RoundRecord
+from draftsmith.inference.records import RoundRecord
 
 
 def replay_prompt_lookup(
@@ -52,6 +52,7 @@ def replay_prompt_lookup(
         agreement = (proposed[: len(known)] == known).long()
         accepted = int(agreement.cumprod(dim=0).sum())
         emitted = min(accepted + 1, text.shape[1] - length)
-        rounds.append(RoundRecord(len(proposed), accepted, emitted, 0.0, 0.0, 0.0))
+        count = len(proposed)
+        rounds.append(RoundRecord(count, count, accepted, emitted, 0.0, 0.0, 0.0))
         length += emitted
     return rounds

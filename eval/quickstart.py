@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.conf.entry import run_verb
-from draftsmith.conf.schema import CacheConfig, PrepareConfig, QuickstartConfig, RegenerateConfig
+from draftsmith.conf.schema import (
+    CacheConfig,
+    DraftingConfig,
+    PrepareConfig,
+    QuickstartConfig,
+    RegenerateConfig,
+)
 
 ANSWERS = "answers/smollm2_135m_instruct.jsonl"
 """The packaged target's own answers to the bundled training prompts (data/answers/README.md)."""
@@ -64,6 +70,13 @@ def target_overrides(config: QuickstartConfig) -> dict[str, Any]:
     if name == ANSWERS_TARGET:
         return {"target": "smollm2"}
     return {"target": "local", "target.name_or_path": name}
+
+
+def drafting_overrides(config: QuickstartConfig) -> dict[str, Any]:
+    """How the printed command names the drafting policy: its preset, and what differs from it."""
+    given, preset = asdict(config.drafting), asdict(DraftingConfig(config.drafting.policy))
+    changed = {f"drafting.{key}": one for key, one in given.items() if one != preset[key]}
+    return {"drafting": config.drafting.policy} | changed
 
 
 def obtain_answers(config: QuickstartConfig, story: Story) -> str:
@@ -166,22 +179,26 @@ def evaluate_drafts(config: QuickstartConfig, story: Story) -> tuple[Any, Any]:
     from draftsmith.eval.evaluate import evaluate, load_draft_for
     from draftsmith.eval.prompts import load_prompts
     from draftsmith.eval.report import write_report
-    from draftsmith.eval.results import EvaluationSettings
+    from draftsmith.eval.settings import EvaluationSettings, policy_from_config
+    from draftsmith.eval.simulated import find_simulated
     from draftsmith.models.target import TargetModel
 
     settings = EvaluationSettings(
         max_new_tokens=config.max_new_tokens,
-        num_draft_tokens=config.num_draft_tokens,
+        policy=policy_from_config(config.drafting),
         baseline_prompts_per_category=config.baseline_prompts_per_category,
     )
     draft_folder, output = f"{config.output}/train/draft", f"{config.output}/evaluation"
-    command = target_overrides(config) | {
-        "target.dtype": "float32",
-        "draft": draft_folder,
-        "output": output,
-        "max_new_tokens": config.max_new_tokens,
-        "num_draft_tokens": config.num_draft_tokens,
-    }
+    command = (
+        target_overrides(config)
+        | {
+            "target.dtype": "float32",
+            "draft": draft_folder,
+            "output": output,
+            "max_new_tokens": config.max_new_tokens,
+        }
+        | drafting_overrides(config)
+    )
     story.stage(
         "evaluate",
         "accepted length on held-out prompts",
@@ -195,6 +212,7 @@ def evaluate_drafts(config: QuickstartConfig, story: Story) -> tuple[Any, Any]:
     trained = evaluate(
         target, draft, prompts, settings, draft_name=draft_folder, show_progress=True
     )
+    trained.simulated = find_simulated(draft_folder)
     write_report(trained, Path(output), story.console)
     few = load_prompts("bundled", limit_per_category=config.baseline_prompts_per_category)
     fresh = untrained_like(draft)
@@ -214,6 +232,8 @@ def summarise_run(
     config: QuickstartConfig, prepared: Any, trained: Any, untrained: Any, story: Story
 ) -> dict[str, Any]:
     """What summary.json holds; every number comes from a stage's own output."""
+    from draftsmith.eval.settings import describe_policy
+
     overall, categories = trained.overall, trained.by_category
     timed = overall.timed
     draft_config = json.loads(
@@ -237,7 +257,7 @@ def summarise_run(
         "speed_up": timed.speed_up,
         "lossless": overall.lossless.status == "equal",
         "lossless_answers": f"{overall.lossless.equal} of {overall.lossless.checked}",
-        "num_draft_tokens": config.num_draft_tokens,
+        "policy": describe_policy(trained.settings.policy),
         "evaluated_prompts": overall.num_prompts,
         "evaluated_tokens": overall.new_tokens,
         "train_rows": len(prepared.dataset),
@@ -280,7 +300,7 @@ def tell(config: QuickstartConfig, summary: dict[str, Any], console: Any) -> Non
         f"Everything took {summary['seconds'] / 60:.1f} minutes.\n"
         f"Draft model: {config.output}/train/draft\n"
         f"Training curve: {config.output}/train/metrics.jsonl\n"
-        f"Every answer: {config.output}/evaluation/results.json\n"
+        f"Every answer: {config.output}/evaluation/report.html (and results.json)\n"
         f"Summary: {config.output}/summary.json"
     )
 

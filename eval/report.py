@@ -1,62 +1,62 @@
-"""An evaluation as JSON, as a table in the terminal, and as the same table in plain text."""
+"""The report of an evaluation: the table in the terminal, and the files beside it.
+
+results.json (draftsmith.eval.report_json) holds everything, results.txt what the terminal shows,
+report.html is the page (draftsmith.eval.page); spec_bench.jsonl and spec_bench_plain.jsonl are
+answer files for Spec-Bench's own scripts (draftsmith.eval.spec_bench).
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.eval.cautions import cautions
 from draftsmith.eval.metrics import AcceptanceSummary
-from draftsmith.eval.results import EvaluationResult, GroupSummary, PromptResult, TurnResult
+from draftsmith.eval.page import write_page
+from draftsmith.eval.report_json import DEFINITIONS, to_json
+from draftsmith.eval.results import EvaluationResult, GroupSummary
+from draftsmith.eval.settings import describe_sampling
+from draftsmith.eval.spec_bench import (
+    answer_lines,
+    plain_answer_lines,
+    spec_bench_groups,
+    to_jsonl,
+)
+
+__all__ = ["DEFINITIONS", "make_notes", "make_table", "render", "to_json", "write_report"]
 
 TEXT_WIDTH = 120
 """Columns of the plain text copy."""
 
-DEFINITIONS = {
-    "accepted_length": "tokens emitted in rounds / rounds: the target's own token of each round "
-    "included, the token from prefill excluded, cut at the end of the text, mean over all rounds",
-    "accepted_draft_tokens": "drafted tokens in the text / rounds (the target's own excluded)",
-    "joint_acceptance": "by draft position i: share of rounds that drafted i tokens and kept all i",
-    "conditional_acceptance": "the same among rounds that kept the first i - 1",
-    "macro_accepted_length": "mean over prompts of each prompt's accepted length",
-    "accepted_length_vllm": "1 + accepted drafts / rounds with drafts, not cut at the end of text",
-    "accepted_length_spec_bench": "mean over rounds of 1 + drafted tokens in the text",
-    "tokens_per_second": "generated token ids / wall-clock seconds, prefill included",
-    "timed": "both speeds on the answers that were decoded both ways, alternating in one run",
-    "repetitive_answers": "answers of which one loop of up to 16 tokens covers at least half",
-    "prompt_lookup": "rounds that transformers' prompt lookup needs for the same greedy answers",
-}
-"""Written into every results.json."""
 
-
-def _number(value: float | None, digits: int = 2) -> str:
+def number(value: float | None, digits: int = 2) -> str:
+    """A rounded number, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _positions(values: list[float | None]) -> str:
+def positions(values: list[float | None]) -> str:
     """Whole percentages, by draft position."""
     return " ".join("-" if value is None else f"{value:.0%}"[:-1] for value in values) or "-"
 
 
 def _speeds(summary: GroupSummary) -> tuple[str, str, str]:
     if summary.timed is None:
-        return _number(summary.tokens_per_second, 1), "-", "-"
+        return number(summary.tokens_per_second, 1), "-", "-"
     timed = summary.timed
     return (
-        _number(timed.tokens_per_second, 1),
-        _number(timed.plain_tokens_per_second, 1),
+        number(timed.tokens_per_second, 1),
+        number(timed.plain_tokens_per_second, 1),
         f"{timed.speed_up:.2f}x",
     )
 
 
-def _lossless_cell(summary: GroupSummary) -> str:
+def lossless_cell(summary: GroupSummary) -> str:
     """Answers equal / compared, marked where some are not; fits a terminal of 80 columns."""
     verdict = summary.lossless
     if verdict.status == "by_construction":
@@ -78,126 +78,96 @@ def make_table(result: EvaluationResult) -> Table:
     groups = result.by_category
     for name, summary in [*groups.items(), ("(all)", result.overall)]:
         table.add_row(
-            name,
+            Text(name),
             str(summary.num_prompts),
-            _number(summary.acceptance.accepted_length),
-            _positions(summary.acceptance.joint_acceptance),
+            number(summary.acceptance.accepted_length),
+            positions(summary.acceptance.joint_acceptance),
             *_speeds(summary),
-            _lossless_cell(summary),
+            lossless_cell(summary),
             end_section=name == list(groups)[-1],
         )
     return table
 
 
-def _title(result: EvaluationResult) -> str:
-    sampling = result.settings.sampling
-    mode = (
-        "greedy"
-        if sampling.greedy
-        else f"temperature {sampling.temperature}, top_k {sampling.top_k}, top_p {sampling.top_p}"
-    )
+def _title(result: EvaluationResult) -> Text:
     draft = result.draft or "no draft model"
-    drafts = f", {result.settings.num_draft_tokens} draft tokens" if result.draft else ""
-    return f"{draft} on {result.target}: {mode}{drafts}"
+    policy = f", {result.settings.policy.name}" if result.draft else ""
+    sampling = describe_sampling(result.settings.sampling)
+    return Text(f"{draft} on {result.target}: {sampling}{policy}")
 
 
 def _acceptance_line(name: str, acceptance: AcceptanceSummary) -> str:
     return (
-        f"{name}: accepted length {_number(acceptance.accepted_length, 3)} "
-        f"({_number(acceptance.accepted_draft_tokens, 3)} of them drafted), "
+        f"{name}: accepted length {number(acceptance.accepted_length, 3)} "
+        f"({number(acceptance.accepted_draft_tokens, 3)} of them drafted), "
         f"{acceptance.num_rounds} rounds"
     )
 
 
-def make_notes(result: EvaluationResult) -> list[str]:
-    """The lines below the table: verdict, other conventions, time, conditions."""
+def _draft_notes(result: EvaluationResult) -> list[str]:
+    """What only a draft model has: positions, nodes, other conventions."""
     summary = result.overall
     acceptance = summary.acceptance
-    notes = [_acceptance_line("all prompts", acceptance)]
-    if result.draft is not None:
-        notes.append(
-            "  drafts kept by position, all before kept (joint): "
-            f"{_positions(acceptance.joint_acceptance)} %; given those before (conditional): "
-            f"{_positions(acceptance.conditional_acceptance)} %"
-        )
-        notes.append(
-            f"  other conventions: mean over prompts {_number(summary.macro_accepted_length, 3)}, "
-            f"vLLM {_number(acceptance.accepted_length_vllm, 3)}, "
-            f"Spec-Bench {_number(acceptance.accepted_length_spec_bench, 3)}"
-        )
-    if summary.prompt_lookup is not None:
-        notes.append(_acceptance_line("prompt lookup, same answers", summary.prompt_lookup))
-    notes.append(f"verdict: {summary.lossless.text}")
-    if summary.repetitive_answers:
-        notes.append(
-            f"repetitive: {summary.repetitive_answers} of {summary.num_answers} answers run in a "
-            "loop, which is easy to draft; accepted length without them "
-            f"{_number(summary.accepted_length_without_repetitive, 3)}"
-        )
-    total = sum(summary.seconds.values())
-    shares = ", ".join(f"{name} {part / total:.0%}" for name, part in summary.seconds.items())
-    notes.append(f"time: {total:.1f} s ({shares}); warm-up: {result.warm_up}")
-    conditions = result.environment
-    template = dict(result.settings.template_kwargs) or "none"
-    notes.append(
-        f"conditions: {conditions['dtype']}, {conditions['device']}, {conditions['threads']} "
-        f"threads, max_new_tokens {result.settings.max_new_tokens}, seed {result.settings.seed}, "
-        f"template settings: {template}"
+    total = acceptance.num_rounds or 1
+    shares = ", ".join(
+        f"{emitted}: {count / total:.0%}" for emitted, count in acceptance.histogram.items()
     )
+    notes = [
+        f"  tokens per round, share of rounds: {shares or '-'}; drafted tokens verified per round: "
+        f"{number(acceptance.verified_nodes)}",
+        "  drafts kept by position, all before kept (joint): "
+        f"{positions(acceptance.joint_acceptance)} %; given those before (conditional): "
+        f"{positions(acceptance.conditional_acceptance)} %",
+        f"  other conventions: mean over prompts {number(summary.macro_accepted_length, 3)}, "
+        f"vLLM {number(acceptance.accepted_length_vllm, 3)} (positions "
+        f"{positions(list(acceptance.joint_acceptance_vllm))} %), "
+        f"Spec-Bench {number(acceptance.accepted_length_spec_bench, 3)}",
+    ]
+    groups = spec_bench_groups(result.prompts)
+    if "mt_bench" in groups:
+        listed = ", ".join(
+            f"{name} {number(one.mean_accepted_tokens)}"
+            f"{'' if one.speed_up is None else f' (x{one.speed_up:.2f})'}"
+            for name, one in groups.items()
+        )
+        notes.append(f"  Spec-Bench's groups, mean accepted tokens (speed-up): {listed}")
     return notes
 
 
-def _turn_json(turn: TurnResult) -> dict[str, Any]:
-    generation = turn.generation
-    return {
-        "prompt_tokens": len(turn.prompt_ids),
-        "text": turn.text,
-        "token_ids": generation.token_ids,
-        "finish_reason": generation.finish_reason,
-        "rounds": [[r.proposed, r.accepted, r.emitted] for r in generation.rounds],
-        "seconds": generation.seconds,
-        "prefill_seconds": generation.prefill_seconds,
-        "plain_seconds": None if turn.plain is None else turn.plain.seconds,
-        "repetition": asdict(turn.repetition),
-        "checked": turn.checked,
-        "divergence": None if turn.divergence is None else asdict(turn.divergence),
-    }
+def _time_note(result: EvaluationResult) -> str:
+    summary = result.overall
+    total = sum(summary.seconds.values())
+    shares = ", ".join(f"{name} {part / total:.0%}" for name, part in summary.seconds.items())
+    overhead = summary.round_overhead
+    cost = "" if overhead is None else f"; a round costs {overhead:.1%} beyond its forwards"
+    return f"time: {total:.1f} s ({shares}){cost}; warm-up: {result.warm_up}"
 
 
-def _prompt_json(result: PromptResult) -> dict[str, Any]:
-    summary = result.acceptance
-    return {
-        "id": result.prompt.id,
-        "category": result.prompt.category,
-        "accepted_length": summary.accepted_length,
-        "histogram": summary.histogram,
-        "turns": [_turn_json(turn) for turn in result.turns],
-    }
-
-
-def _group_json(summary: GroupSummary) -> dict[str, Any]:
-    found = asdict(summary)
-    found["lossless"]["text"] = summary.lossless.text
-    if summary.timed is not None:
-        found["timed"]["speed_up"] = summary.timed.speed_up
-    return found
-
-
-def to_json(result: EvaluationResult) -> dict[str, Any]:
-    """Everything that was found, with the definitions of the numbers; JSON types only."""
-    settings = asdict(result.settings)
-    settings["template_kwargs"] = dict(result.settings.template_kwargs)
-    return {
-        "target": result.target,
-        "draft": result.draft,
-        "settings": settings,
-        "environment": result.environment,
-        "warm_up": result.warm_up,
-        "definitions": DEFINITIONS,
-        "overall": _group_json(result.overall),
-        "by_category": {name: _group_json(one) for name, one in result.by_category.items()},
-        "prompts": [_prompt_json(one) for one in result.prompts],
-    }
+def make_notes(result: EvaluationResult) -> list[str]:
+    """The lines below the table: verdict, other conventions, time, conditions, warnings."""
+    summary = result.overall
+    notes = [_acceptance_line("all prompts", summary.acceptance)]
+    if result.draft is not None:
+        notes += _draft_notes(result)
+    if summary.prompt_lookup is not None:
+        notes.append(_acceptance_line("prompt lookup, same answers", summary.prompt_lookup))
+    notes.append(f"verdict: {summary.lossless.text}")
+    notes.append(
+        f"texts: {summary.distinct_ratio:.0%} distinct tokens on average, longest loop "
+        f"{summary.longest_loop} tokens"
+    )
+    notes.append(_time_note(result))
+    conditions, settings = result.environment, result.settings
+    versions = ", ".join(f"{name} {one}" for name, one in conditions["versions"].items())
+    batch = f", batches of {settings.batch_size}" if settings.batch_size > 1 else ""
+    template = dict(settings.template_kwargs) or "none"
+    notes.append(
+        f"conditions: {conditions['dtype']}, {conditions['device']}, {conditions['threads']} "
+        f"threads, {conditions['processes']} process(es){batch}, max_new_tokens "
+        f"{settings.max_new_tokens}, seed {settings.seed}, {versions}"
+    )
+    notes.append(f"prompts as {result.template}, template settings: {template}")
+    return [*notes, *(f"WARNING: {text}" for text in cautions(result))]
 
 
 def render(result: EvaluationResult) -> Group:
@@ -205,8 +175,22 @@ def render(result: EvaluationResult) -> Group:
     return Group(make_table(result), *(Text(note) for note in make_notes(result)))
 
 
+def as_text(shown: RenderableType) -> str:
+    """What a console shows, without colours, TEXT_WIDTH columns wide."""
+    paper = StringIO()
+    Console(file=paper, width=TEXT_WIDTH, color_system=None).print(shown)
+    return paper.getvalue()
+
+
+def write_aside(folder: Path, name: str, text: str) -> Path:
+    """Writes a file under another name and puts it in the place of an older one."""
+    aside = folder / f"{name}.tmp"
+    aside.write_text(text, encoding="utf-8")
+    return aside.replace(folder / name)
+
+
 def write_report(result: EvaluationResult, folder: Path, console: Console) -> None:
-    """Prints the table and writes results.json and results.txt into `folder`.
+    """Prints the table and writes the files that the module docstring lists into `folder`.
 
     Args:
         result: what `evaluate` found.
@@ -214,12 +198,21 @@ def write_report(result: EvaluationResult, folder: Path, console: Console) -> No
         console: where the table is shown.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paper = StringIO()
-    Console(file=paper, width=TEXT_WIDTH, color_system=None).print(render(result))
-    found = json.dumps(to_json(result), indent=1, ensure_ascii=False)
-    for name, text in (("results.json", found), ("results.txt", paper.getvalue())):
-        aside = folder / f"{name}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(folder / name)
+    found = to_json(result)
+    name = result.draft or "plain"
+    texts = {
+        "results.json": json.dumps(found, indent=1, ensure_ascii=False),
+        "results.txt": as_text(render(result)),
+        "spec_bench.jsonl": to_jsonl(answer_lines(result.prompts, name)),
+        "spec_bench_plain.jsonl": to_jsonl(plain_answer_lines(result.prompts, "plain")),
+    }
+    written = [write_aside(folder, file, text) for file, text in texts.items() if text]
+    if not texts["spec_bench_plain.jsonl"]:
+        # One of an earlier evaluation would not belong to the others.
+        (folder / "spec_bench_plain.jsonl").unlink(missing_ok=True)
+    # From the very text that was written: the page shows what the file holds.
+    page = folder / "report.html"
+    write_page(json.loads(texts["results.json"]), page)
     console.print(render(result))
-    console.print(f"written: {folder / 'results.json'}, {folder / 'results.txt'}", highlight=False)
+    names = ", ".join(str(path) for path in [page, *written])
+    console.print(f"written: {names}", highlight=False, soft_wrap=True)

@@ -6,7 +6,7 @@ included, on the same prompts in the same run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,22 +20,10 @@ from draftsmith.eval.metrics import (
     summarise_rounds,
 )
 from draftsmith.eval.prompts import Prompt
-from draftsmith.inference.decode import Generation, RoundRecord
+from draftsmith.eval.settings import EvaluationSettings
+from draftsmith.eval.simulated import SimulatedAcceptance
 from draftsmith.inference.plain import Divergence
-from draftsmith.models.protocols import SamplingSettings
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """How an evaluation decodes; see conf/schema.py, class EvaluateConfig, for each field."""
-
-    max_new_tokens: int = 64
-    num_draft_tokens: int = 4
-    sampling: SamplingSettings = SamplingSettings()
-    seed: int = 0
-    baseline_prompts_per_category: int = 2
-    check_lossless: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+from draftsmith.inference.records import Generation, RoundRecord
 
 
 @dataclass
@@ -47,8 +35,17 @@ class TurnResult:
     text: str
     """The answer without special tokens."""
     repetition: Repetition
+    token_texts: list[str]
+    """The text of each generated token; joined, the answer with its special tokens."""
+    seconds: float
+    """What counts for this answer's speed: its own wall-clock time; in a batch, its share by tokens
+    of the time that the batch took."""
     plain: Generation | None = None
     """Plain decoding of the same prompt, where it was timed."""
+    plain_seconds: float = 0.0
+    """As `seconds`, of the plain run."""
+    plain_text: str = ""
+    """As `text`, of the plain run."""
     checked: bool = False
     """Compared with the target's own greedy answer."""
     divergence: Divergence | None = None
@@ -66,6 +63,7 @@ class PromptResult:
 
     @property
     def rounds(self) -> list[RoundRecord]:
+        """Of all turns."""
         return [record for turn in self.turns for record in turn.generation.rounds]
 
     @property
@@ -131,8 +129,14 @@ class GroupSummary:
     timed: TimedComparison | None
     seconds: dict[str, float]
     """prefill, draft, verify and other, summed."""
+    round_overhead: float | None
+    """other / (draft + verify): what a round costs beyond its forwards."""
     lossless: Losslessness
     repetitive_answers: int
+    distinct_ratio: float
+    """Mean over answers of different tokens / tokens."""
+    longest_loop: int
+    """Longest loop of any answer, in tokens."""
     accepted_length_without_repetitive: float | None
     prompt_lookup: AcceptanceSummary | None
 
@@ -155,17 +159,17 @@ def judge(turns: Sequence[TurnResult], *, greedy: bool) -> Losslessness:
 
 def compare_speed(turns: Sequence[TurnResult]) -> TimedComparison | None:
     """Tokens per second both ways, over the answers with a plain run; None without any."""
-    pairs = [(turn.generation, turn.plain) for turn in turns if turn.plain is not None]
-    if not pairs:
+    ours = [(turn.generation, turn.seconds) for turn in turns if turn.plain is not None]
+    plain = [(turn.plain, turn.plain_seconds) for turn in turns if turn.plain is not None]
+    if not ours:
         return None
-    ours, plain = zip(*pairs, strict=True)
-    return TimedComparison(len(pairs), throughput(ours), throughput(plain))
+    return TimedComparison(len(ours), throughput(ours), throughput(plain))
 
 
-def throughput(generations: Sequence[Generation]) -> float:
+def throughput(timed: Sequence[tuple[Generation, float]]) -> float:
     """Generated tokens / wall-clock seconds, prefill included."""
-    tokens = sum(len(generation.token_ids) for generation in generations)
-    return tokens / sum(generation.seconds for generation in generations)
+    tokens = sum(len(generation.token_ids) for generation, _ in timed)
+    return tokens / sum(seconds for _, seconds in timed)
 
 
 def summarise(results: Sequence[PromptResult], *, greedy: bool) -> GroupSummary:
@@ -180,22 +184,27 @@ def summarise(results: Sequence[PromptResult], *, greedy: bool) -> GroupSummary:
         if not turn.repetition.repetitive
         for record in turn.generation.rounds
     ]
+    seconds = {
+        "prefill": sum(generation.prefill_seconds for generation in generations),
+        "draft": sum(record.draft_seconds for record in rounds),
+        "verify": sum(record.verify_seconds for record in rounds),
+        "other": sum(record.other_seconds for record in rounds),
+    }
+    forwards = seconds["draft"] + seconds["verify"]
     return GroupSummary(
         num_prompts=len(results),
         num_answers=len(turns),
         new_tokens=sum(len(generation.token_ids) for generation in generations),
         acceptance=summarise_rounds(rounds),
         macro_accepted_length=macro_accepted_length(result.rounds for result in results),
-        tokens_per_second=throughput(generations),
+        tokens_per_second=throughput([(turn.generation, turn.seconds) for turn in turns]),
         timed=compare_speed(turns),
-        seconds={
-            "prefill": sum(generation.prefill_seconds for generation in generations),
-            "draft": sum(record.draft_seconds for record in rounds),
-            "verify": sum(record.verify_seconds for record in rounds),
-            "other": sum(record.other_seconds for record in rounds),
-        },
+        seconds=seconds,
+        round_overhead=seconds["other"] / forwards if forwards else None,
         lossless=judge(turns, greedy=greedy),
         repetitive_answers=sum(turn.repetition.repetitive for turn in turns),
+        distinct_ratio=sum(turn.repetition.distinct_ratio for turn in turns) / len(turns),
+        longest_loop=max(turn.repetition.longest_loop for turn in turns),
         accepted_length_without_repetitive=accepted_length(emitted_histogram(varied)),
         prompt_lookup=summarise_rounds(r for rounds in lookup for r in rounds) if lookup else None,
     )
@@ -210,9 +219,18 @@ class EvaluationResult:
     draft: str | None
     prompts: list[PromptResult]
     environment: dict[str, Any]
-    """Versions, device, dtype and threads."""
+    """Versions, device, dtype, threads and processes."""
     warm_up: str
     """What ran before the clock counted."""
+    template: str
+    """How prompts became text, see `template_mode`."""
+    simulated: SimulatedAcceptance | None = None
+    """What training recorded, where it is known."""
+
+    @property
+    def turns(self) -> list[TurnResult]:
+        """All answers."""
+        return [turn for result in self.prompts for turn in result.turns]
 
     @property
     def overall(self) -> GroupSummary:
@@ -229,8 +247,19 @@ class EvaluationResult:
 
 
 def describe_answer(
-    prompt_ids: list[int], generation: Generation, text: str, plain: Generation | None
+    prompt_ids: list[int],
+    generation: Generation,
+    text: str,
+    *,
+    token_texts: Sequence[str] = (),
+    seconds: float | None = None,
 ) -> TurnResult:
-    """A fresh `TurnResult`, its repetition measured."""
-    repetition = measure_repetition(generation.token_ids)
-    return TurnResult(prompt_ids, generation, text, repetition, plain=plain)
+    """A fresh `TurnResult`, its repetition measured; `seconds` None takes the generation's own."""
+    return TurnResult(
+        prompt_ids,
+        generation,
+        text,
+        measure_repetition(generation.token_ids),
+        list(token_texts),
+        generation.seconds if seconds is None else seconds,
+    )

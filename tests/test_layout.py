@@ -23,6 +23,7 @@ ALLOWED = {
 }
 TARGET_SIDE = {"target", "target_source", "generation", "protocols"}
 """What data/ may use of models/: the target adapter and its data types, never a draft model."""
+SHIPPED = {".py", ".yaml", ".jsonl", ".html", ".css", ".js"}
 
 
 def draftsmith_imports(path: Path) -> set[tuple[str, str]]:
@@ -87,7 +88,7 @@ def test_the_wheel_holds_every_module_every_yaml_and_every_prompt(tmp_path: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".yaml", ".jsonl"} or path.name == "py.typed":
+            if path.suffix in SHIPPED or path.name == "py.typed":
                 inside = f"draftsmith/{path.relative_to(ROOT)}"
                 assert inside in names, f"{inside} is missing from the wheel"
 
@@ -111,7 +112,7 @@ def test_importing_draftsmith_needs_no_deepspeed() -> None:
     subprocess.run([sys.executable, "-P", "-c", script], check=True, cwd=ROOT.parent)
 
 
-@pytest.mark.parametrize("verb", ["prepare", "regenerate", "cache", "train", "evaluate"])
+@pytest.mark.parametrize("verb", ["prepare", "regenerate", "cache", "train", "evaluate", "compare"])
 def test_each_verb_answers_help_without_loading_torch(verb: str, tmp_path: Path) -> None:
     script = (
         "import sys, importlib.metadata as m\n"

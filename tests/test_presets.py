@@ -10,14 +10,16 @@ import yaml
 
 import draftsmith.conf
 from draftsmith.conf.entry import compose_settings
+from draftsmith.eval.settings import policy_from_config
 from draftsmith.train.config import TrainConfig, build_method
 
 SCHEMA = "draftsmith.train.config:TrainConfig"
+EVALUATE = "draftsmith.conf.schema:EvaluateConfig"
 CONF = Path(draftsmith.conf.__file__).parent
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 GROUPS = sorted({path.parts[0] for path in FILES if len(path.parts) == 2} - {"hydra_quiet"})
 RECIPES = sorted(path.stem for path in FILES if path.parts[0] == "recipe")
-TARGET_RECIPES = [name for name in RECIPES if name != "eagle3_quickstart"]
+TARGET_RECIPES = [name for name in RECIPES if not name.endswith("_quickstart")]
 BASE = ("target.name_or_path=some/target", "features.cache=cache")
 
 
@@ -38,6 +40,10 @@ def test_the_walk_finds_the_groups_and_recipes_there_should_be() -> None:
 def test_every_preset_composes_and_validates(path: Path) -> None:
     group, name = path.parts[0], path.stem
     extra = [f"{group}={name}"]
+    if group == "drafting":
+        settings = compose_settings("evaluate", EVALUATE, [*BASE[:1], "output=out", *extra])
+        assert policy_from_config(settings.drafting).name.startswith(name.replace("_", " "))
+        return
     if group == "features" and name == "live":
         extra.append("data.prepared=data")
     if group == "target" and name != "local":

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.conf.schema import QuickstartConfig, TargetConfig
+from draftsmith.conf.schema import DraftingConfig, QuickstartConfig, TargetConfig
 from draftsmith.data.chat_template import encode_prompt
 from draftsmith.data.regenerate import read_prompts
 from draftsmith.eval import quickstart
@@ -36,7 +36,7 @@ def config(tmp_path: Path, tiny_folder: Callable[..., Path]) -> QuickstartConfig
         limit_answers=12,
         limit_per_category=1,
         max_new_tokens=6,
-        num_draft_tokens=2,
+        drafting=DraftingConfig(num_draft_tokens=2),
         baseline_prompts_per_category=1,
     )
 
@@ -59,11 +59,14 @@ def test_all_stages_run_and_a_second_run_keeps_what_is_there(
         "translation",
         "writing",
     }
-    assert 1.0 <= summary["accepted_length"] <= 1 + config.num_draft_tokens
+    assert 1.0 <= summary["accepted_length"] <= 1 + config.drafting.num_draft_tokens
+    assert summary["policy"]["num_draft_tokens"] == 2
     assert summary["prompt_lookup_accepted_length"] >= 1.0
     assert summary["tokens_per_second"] > 0
     assert summary["baseline_tokens_per_second"] > 0
     assert 0 < summary["train_supervised_tokens"] < summary["train_tokens"]
+    report = (Path(config.output) / "evaluation" / "report.html").read_text(encoding="utf-8")
+    assert report.startswith("<!doctype html>")
     said = capsys.readouterr().err
     for command in ("regenerate", "prepare", "cache", "train", "evaluate"):
         assert f"$ draftsmith-{command}" in said
