@@ -1,4 +1,4 @@
-# make quickstart | make test | make check | make test-slow: each sets up what it needs, once.
+# make quickstart | test | check | test-slow | bench: each sets up what it needs, once.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 FOLDERS := conf data models train inference eval
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-slow check format setup clean
+.PHONY: quickstart test test-slow check format bench setup clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,10 @@ check: $(STAMP) build/types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	MYPYPATH=build/types $(BIN)/mypy
+
+# Side by side in one run; BENCH_ARGS="--draft RUN --small-model FOLDER --dtype bfloat16" for drafts.
+bench: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -P bench/decode.py $(BENCH_ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
