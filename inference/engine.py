@@ -103,6 +103,37 @@ def room_for_text(target: TargetModel, request: Request) -> int:
 
 
 @dataclass
+class _Block:
+    """The tokens that one round (or prefill) added to the text, and how likely they were.
+
+    Probabilities stay on the device until the text is finished: reading them is worth no waiting.
+    """
+
+    drafted: int
+    """Of these, how many the draft model wrote; they come first, at depths 1, 2, ..."""
+    target_probs: Tensor
+    """[tokens]."""
+    draft_probs: Tensor | None
+    """[drafted], where the draft model reports them."""
+
+
+def _origins(blocks: Sequence[_Block]) -> list[TokenOrigin]:
+    """One per token of the text, with a single transfer for each model's probabilities."""
+    target_probs = torch.cat([block.target_probs for block in blocks]).tolist()
+    known = [block.draft_probs for block in blocks if block.draft_probs is not None]
+    draft_probs = iter(torch.cat(known).tolist() if known else [])
+    origins: list[TokenOrigin] = []
+    for block in blocks:
+        for place in range(len(block.target_probs)):
+            drafted = place < block.drafted
+            prob = next(draft_probs) if drafted and block.draft_probs is not None else None
+            origins.append(
+                TokenOrigin(place + 1 if drafted else 0, prob, target_probs[len(origins)])
+            )
+    return origins
+
+
+@dataclass
 class _Sequence:
     """One text in the making."""
 
@@ -125,10 +156,7 @@ class _Sequence:
     text: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     rounds: list[RoundRecord] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    draft_probs: list[float | None] = field(default_factory=list)
-    target_probs: list[Tensor] = field(default_factory=list)
-    """[tokens of one block] each; read back once, when the text is finished."""
+    blocks: list[_Block] = field(default_factory=list)
     prefill_seconds: float = 0.0
 
     @property
@@ -193,13 +221,7 @@ class _Sequence:
 
     def finish(self) -> Generation:
         assert self.finish_reason is not None, "the text has ended"
-        probs = torch.cat(self.target_probs).tolist()
-        origins = [
-            TokenOrigin(depth, draft_prob, target_prob)
-            for depth, draft_prob, target_prob in zip(
-                self.depths, self.draft_probs, probs, strict=True
-            )
-        ]
+        origins = _origins(self.blocks)
         return Generation(
             self.text,
             self.finish_reason,
@@ -310,10 +332,8 @@ class Engine:
             logits = output.logits[0, row]
             seen = one.tokens[:, : one.length] if one.sampling.penalised else None
             token = choose_token(logits, one.sampling, one.request.generator, seen=seen)
-            one.depths.append(0)
-            one.draft_probs.append(None)
-            self._note_probs(one, logits[None], [token], seen)
             one.append([token])
+            one.blocks.append(_Block(0, _probabilities(one, logits[None], [token], seen), None))
         watch.mark()
         (seconds,) = watch.read()
         for one in entering:
@@ -406,33 +426,28 @@ class Engine:
                 one.kept_rows.append(draft.state_rows[node])
         accepted = draft.tokens[path].tolist()
         emitted = one.append([*accepted, token])
-        self._note_origins(one, draft, path, emitted)
-        block = one.text[-emitted:]
-        self._note_probs(
-            one,
-            logits[rows[:emitted]],
-            block,
-            None if seen is None else seen[rows[:emitted]],
+        drafted = min(emitted, len(path))
+        used = rows[:emitted]
+        one.blocks.append(
+            _Block(
+                drafted,
+                _probabilities(
+                    one, logits[used], one.text[-emitted:], None if seen is None else seen[used]
+                ),
+                None if draft.token_probs is None else draft.token_probs[path[:drafted]],
+            )
         )
         return len(path), emitted
 
-    def _note_origins(self, one: _Sequence, draft: Draft, path: list[int], emitted: int) -> None:
-        known = None if draft.token_probs is None else draft.token_probs[path].tolist()
-        for place in range(emitted):
-            drafted = place < len(path)
-            one.depths.append(place + 1 if drafted else 0)
-            one.draft_probs.append(known[place] if drafted and known is not None else None)
 
-    def _note_probs(
-        self, one: _Sequence, logits: Tensor, block: list[int], seen: Tensor | None
-    ) -> None:
-        """Keeps the target's probability of each new token, on the device until the end."""
-        if one.sampling.greedy:
-            probs = process_logits(logits, one.sampling, seen=seen).float().softmax(-1)
-        else:
-            probs = target_probs(logits, one.sampling, seen=seen)
-        ids = torch.tensor(block, device=logits.device)
-        one.target_probs.append(probs.gather(-1, ids[:, None]).squeeze(-1).float())
+def _probabilities(one: _Sequence, logits: Tensor, block: list[int], seen: Tensor | None) -> Tensor:
+    """[tokens] the target's probability of each token of a block, from its rows [tokens, vocab]."""
+    if one.sampling.greedy:
+        probs = process_logits(logits, one.sampling, seen=seen).float().softmax(-1)
+    else:
+        probs = target_probs(logits, one.sampling, seen=seen)
+    ids = torch.tensor(block, device=logits.device)
+    return probs.gather(-1, ids[:, None]).squeeze(-1).float()
 
 
 def _features(output: TargetOutput, rows: slice | list[int]) -> TargetOutput:

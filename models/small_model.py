@@ -158,8 +158,6 @@ class SmallModelDraft(nn.Module):
                 f"{name_or_path!r} cannot be loaded as a small draft model, which is loaded as a "
                 f"target is: {error}"
             ) from error
-        if getattr(model.model.config, "target_fingerprint", None) is None:
-            model.model.config.target_fingerprint = None  # Of no target: nobody trained it here.
         return cls(model)
 
     @property

