@@ -10,6 +10,7 @@ on where it was. The result is OUTPUT/summary.json.
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import json
 import shlex
@@ -166,12 +167,16 @@ def untrained_like(draft: Any) -> Any:
     """A draft of the same shape and vocabulary whose weights were never trained."""
     import torch
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        fresh = type(draft)(draft.config)
-    buffers = {name: value for name, value in draft.named_buffers() if name in fresh.state_dict()}
-    fresh.load_state_dict(buffers, strict=False)
-    return fresh.to(draft.device, draft.dtype).eval()
+    fresh = copy.deepcopy(draft)
+    generator = torch.Generator().manual_seed(0)
+    for weight in fresh.parameters():
+        if weight.ndim == 1:
+            weight.data.fill_(1.0)  # A norm's weight.
+        else:
+            # Variance-preserving, as drafts start.
+            noise = torch.randn(weight.shape, generator=generator) * weight.shape[-1] ** -0.5
+            weight.data.copy_(noise)
+    return fresh.eval()
 
 
 def evaluate_drafts(config: QuickstartConfig, story: Story) -> tuple[Any, Any]:

@@ -120,3 +120,21 @@ def golden_folder() -> Path:
     if not folder.is_dir():
         pytest.fail(f"No golden numbers at {folder}: set DRAFTSMITH_GOLDEN to their folder.")
     return folder
+
+
+@pytest.fixture(scope="session")
+def draft_chain() -> Callable[..., Any]:
+    """`draft_chain(draft, context, count)`: a greedy chain from a fresh state, as the decoder asks
+    for it."""
+    from draftsmith.inference.policies import ChainPolicy, DraftRequest
+    from draftsmith.models.protocols import SamplingSettings
+
+    def draft_once(draft: Any, context: Any, count: int) -> Any:
+        length = context.token_ids.shape[1]
+        request = DraftRequest(
+            context, draft.start(length + count), min(count, draft.max_depth(length)),
+            SamplingSettings(), None, draft.config.vocab_size,
+        )  # fmt: skip
+        return ChainPolicy(count).draft(draft, [request])[0]
+
+    return draft_once

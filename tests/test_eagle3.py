@@ -18,7 +18,6 @@ from draftsmith.models.protocols import (
     DraftContext,
     ObjectiveOutput,
     Predictions,
-    SamplingSettings,
     TrainBatch,
     TrainOutput,
 )
@@ -27,7 +26,6 @@ from draftsmith.models.vocabulary_map import set_draft_vocabulary
 from draftsmith.train.objectives import make_objective
 
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS, STEPS = 40, 24, 32, 2, 3
-GREEDY = SamplingSettings()
 
 
 def make_draft(*, seed: int = 0, **overrides: Any) -> Eagle3Draft:
@@ -415,7 +413,7 @@ def build(method: Eagle3Method, target: Any, ids: Tensor | None = None) -> Eagle
 
 
 def test_overfitting_one_text_makes_the_greedy_chain_write_it(
-    tiny_target: Callable[..., Any],
+    tiny_target: Callable[..., Any], draft_chain: Callable[..., Any]
 ) -> None:
     target = tiny_target("llama")
     text = torch.randint(4, 300, (1, 8), generator=torch.Generator().manual_seed(3))
@@ -452,7 +450,7 @@ def test_overfitting_one_text_makes_the_greedy_chain_write_it(
             output.aux_hidden_states[:, : length - 1],
             output.final_hidden_states[:, : length - 1],
         )
-        made = draft.propose(context, draft.start(), num_draft_tokens=4, sampling=GREEDY)
+        made = draft_chain(draft, context, 4)
         right = made.tokens == text[0, length : length + 4]
         accepted += int(right.long().cumprod(0).sum())
     assert accepted / len(starts) >= 0.9 * 4

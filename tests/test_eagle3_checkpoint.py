@@ -20,12 +20,10 @@ from draftsmith.models.eagle3 import Eagle3Config, Eagle3Draft, Eagle3Method
 from draftsmith.models.load import load_draft
 from draftsmith.models.protocols import (
     DraftContext,
-    SamplingSettings,
 )
 from draftsmith.models.vocabulary_map import set_draft_vocabulary
 
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS = 40, 24, 32, 2
-GREEDY = SamplingSettings()
 
 
 def make_draft(*, seed: int = 0, **overrides: Any) -> Eagle3Draft:
@@ -92,7 +90,9 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_saved_draft_loads_bit_for_bit_and_drafts_the_same(variant: str, tmp_path: Path) -> None:
+def test_a_saved_draft_loads_bit_for_bit_and_drafts_the_same(
+    variant: str, tmp_path: Path, draft_chain: Callable[..., Any]
+) -> None:
     draft = make_draft(**VARIANTS[variant])
     draft.config.target_fingerprint = {"weights": "a", "tokenizer": "b", "chat_template": "c"}
     draft.config.training = {"lr": 1e-3}  # What the training loop notes down comes along.
@@ -105,12 +105,7 @@ def test_a_saved_draft_loads_bit_for_bit_and_drafts_the_same(variant: str, tmp_p
     assert all(torch.equal(own[name], other[name]) for name in own)
     loaded.attach_target(embed_tokens=draft._target_embeddings[0])
     ids, features = make_context(8)
-    made = [
-        model.propose(
-            context_of(ids, features, 7), model.start(), num_draft_tokens=4, sampling=GREEDY
-        )
-        for model in (draft, loaded)
-    ]
+    made = [draft_chain(model, context_of(ids, features, 7), 4) for model in (draft, loaded)]
     assert torch.equal(made[0].tokens, made[1].tokens)
 
 
@@ -186,7 +181,9 @@ def test_a_folder_that_is_no_draft_is_refused(tmp_path: Path) -> None:
         load_draft(folder)
 
 
-def test_sharded_checkpoints_and_other_dtypes_load(tmp_path: Path) -> None:
+def test_sharded_checkpoints_and_other_dtypes_load(
+    tmp_path: Path, draft_chain: Callable[..., Any]
+) -> None:
     draft = make_draft()
     draft.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").is_file()
@@ -196,9 +193,7 @@ def test_sharded_checkpoints_and_other_dtypes_load(tmp_path: Path) -> None:
     assert torch.equal(loaded.fc.weight, draft.fc.weight.bfloat16())
     loaded.attach_target(embed_tokens=draft._target_embeddings[0])
     ids, features = make_context(8)
-    made = loaded.propose(
-        context_of(ids, features, 7), loaded.start(), num_draft_tokens=3, sampling=GREEDY
-    )
+    made = draft_chain(loaded, context_of(ids, features, 7), 3)
     assert len(made.tokens) == 3
 
 
