@@ -245,7 +245,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per answer")
     parser.add_argument("--per-category", type=int, default=1, help="bundled prompts per category")
-    parser.add_argument("--only", help="only ways whose name contains one of these, by comma")
+    parser.add_argument(
+        "--only", help="only ways whose name contains one of these, split by semicolons"
+    )
     parser.add_argument("--json", type=Path, help="where to write the rows")
     settings = parser.parse_args()
     target = TargetModel.load(settings.target, dtype=settings.dtype, device=settings.device)
@@ -259,7 +261,7 @@ def main() -> None:
     ways = our_ways(target, drafts, settings.tokens)
     ways |= transformers_ways(target, settings.small_model, settings.tokens)
     if settings.only:
-        parts = [*settings.only.split(","), "ours: plain"]
+        parts = [*settings.only.split(";"), "ours: plain"]
         ways = {name: way for name, way in ways.items() if any(part in name for part in parts)}
     prompts = [
         encode_turn(target.tokenizer, prompt, [], template_kwargs={})
