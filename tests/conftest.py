@@ -53,6 +53,12 @@ def noisy_copy() -> Any:
 
 
 @pytest.fixture(scope="session")
+def page_results() -> ModuleType:
+    """The module tests/page_results.py: results as an evaluation writes them."""
+    return _load("page_results")
+
+
+@pytest.fixture(scope="session")
 def eagle1_reference() -> Any:
     """The class of tests/eagle1_reference.py: EAGLE-1 straight from its formulas."""
     return _load("eagle1_reference").Eagle1Reference

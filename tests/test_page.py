@@ -8,10 +8,8 @@ from __future__ import annotations
 import base64
 import copy
 import hashlib
-import importlib.util
 import json
 import re
-import sys
 import tomllib
 from fnmatch import fnmatch
 from html.parser import HTMLParser
@@ -42,22 +40,8 @@ VOID = {"meta", "link", "input"}
 
 
 @pytest.fixture(scope="module")
-def made() -> ModuleType:
-    """The module tests/page_results.py."""
-    path = Path(__file__).with_name("page_results.py")
-    spec = importlib.util.spec_from_file_location("draftsmith_tests_page_results", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses of the module look themselves up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def results(made: ModuleType) -> dict[str, Any]:
-    return json.loads(json.dumps(made.make_results()))
+def results(page_results: ModuleType) -> dict[str, Any]:
+    return json.loads(json.dumps(page_results.make_results()))
 
 
 class Page(HTMLParser):
@@ -103,12 +87,14 @@ def page(results: dict[str, Any]) -> Page:
 
 
 @pytest.mark.parametrize("status", ["equal", "near_ties", "different"])
-def test_each_number_shown_is_the_one_in_the_json(made: ModuleType, status: str) -> None:
-    found = json.loads(json.dumps(made.make_results(status=status)))
+def test_each_number_shown_is_the_one_in_the_json(page_results: ModuleType, status: str) -> None:
+    found = json.loads(json.dumps(page_results.make_results(status=status)))
     shown = Page(render_page(found)).having("data-key")
     for attributes, text in shown:
-        value = made.value_at_pointer(found, attributes["data-key"])
-        assert made.is_shown_as(value, text), f"{attributes['data-key']}: {value!r} as {text!r}"
+        value = page_results.value_at_pointer(found, attributes["data-key"])
+        assert page_results.is_shown_as(value, text), (
+            f"{attributes['data-key']}: {value!r} as {text!r}"
+        )
     keys = {attributes["data-key"] for attributes, _ in shown}
     groups = ["/overall", *(f"/by_category/{name}" for name in ("chat", "code", "maths"))]
     for group in groups:
@@ -122,9 +108,9 @@ def test_the_numbers_at_the_bottom_are_the_json(results: dict[str, Any], page: P
     assert json.loads(text) == {key: value for key, value in results.items() if key != "prompts"}
 
 
-def test_results_from_memory_and_from_a_file_give_the_same_page(made: ModuleType) -> None:
+def test_results_from_memory_and_from_a_file_give_the_same_page(page_results: ModuleType) -> None:
     """Histograms have numbers as keys in memory and text in a file."""
-    memory = made.make_results()
+    memory = page_results.make_results()
     assert render_page(memory) == render_page(json.loads(json.dumps(memory)))
 
 
@@ -158,12 +144,12 @@ def test_one_token_of_each_answer_takes_part_in_tab(results: dict[str, Any], pag
     assert answers == 6
 
 
-def test_text_of_models_and_prompts_stays_text(made: ModuleType, page: Page) -> None:
+def test_text_of_models_and_prompts_stays_text(page_results: ModuleType, page: Page) -> None:
     assert len(page.named("script")) == 1
     assert not page.named("img")
     assert {text for _, text in page.named("b")} == {"system", "user"}
     prompts = [text for found, text in page.having("class") if found["class"] == "prompt"]
-    assert made.HOSTILE_PROMPT in prompts
+    assert page_results.HOSTILE_PROMPT in prompts
     assert "systemYou are <b>brief</b>." in prompts
     for _, found, _ in page.elements:
         assert not [name for name in found if name.startswith("on") or name == "style"]
@@ -195,8 +181,10 @@ def test_ids_are_unique_and_every_reference_has_its_element(page: Page) -> None:
         assert set(references) <= set(ids)
 
 
-def test_the_verdict_and_the_warnings_are_in_the_headline(made: ModuleType) -> None:
-    good, bad = (render_page(made.make_results(status=status)) for status in ("equal", "different"))
+def test_the_verdict_and_the_warnings_are_in_the_headline(page_results: ModuleType) -> None:
+    good, bad = (
+        render_page(page_results.make_results(status=status)) for status in ("equal", "different")
+    )
     assert ">Yes<" in good
     assert '<li class="bad">' not in good
     assert ">No<" in bad
@@ -313,9 +301,9 @@ def test_the_page_replaces_an_older_one_and_is_utf8(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_long_reports_stay_light(made: ModuleType) -> None:
+def test_long_reports_stay_light(page_results: ModuleType) -> None:
     """100 answers of 300 tokens are then below 4 MB."""
-    html = render_page(made.make_results(extra=30))
+    html = render_page(page_results.make_results(extra=30))
     tokens = html.count("<span data-d=") - 6
     assert tokens > 9_000
     assert len(html) / tokens < 120, "characters per token, everything included"

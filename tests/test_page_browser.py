@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,21 +58,8 @@ CONTRAST = """
 
 
 @pytest.fixture(scope="module")
-def made() -> ModuleType:
-    """The module tests/page_results.py."""
-    path = Path(__file__).with_name("page_results.py")
-    spec = importlib.util.spec_from_file_location("draftsmith_tests_page_results", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def results(made: ModuleType) -> dict[str, Any]:
-    return json.loads(json.dumps(made.make_results()))
+def results(page_results: ModuleType) -> dict[str, Any]:
+    return json.loads(json.dumps(page_results.make_results()))
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +175,7 @@ def expected_note(results: dict[str, Any], prompt: int, turn: int, index: int) -
 
 
 def test_numbers_on_the_screen_are_those_of_the_json(
-    open_page: Open, results: dict[str, Any], made: ModuleType
+    open_page: Open, results: dict[str, Any], page_results: ModuleType
 ) -> None:
     page = open_page()
     shown = page.evaluate(
@@ -198,7 +184,7 @@ def test_numbers_on_the_screen_are_those_of_the_json(
     )
     assert len(shown) > 60
     for key, text in shown:
-        assert made.is_shown_as(made.value_at_pointer(results, key), text), key
+        assert page_results.is_shown_as(page_results.value_at_pointer(results, key), text), key
     headline = page.locator(".card .big").all_inner_texts()
     overall = results["overall"]
     wanted = [
@@ -206,12 +192,12 @@ def test_numbers_on_the_screen_are_those_of_the_json(
         overall["acceptance"]["accepted_draft_tokens"],
         overall["timed"]["speed_up"],
     ]
-    assert all(map(made.is_shown_as, wanted, headline))
+    assert all(map(page_results.is_shown_as, wanted, headline))
     assert headline[3] == "Yes"
 
 
 def test_plots_print_the_values_of_the_json(
-    open_page: Open, results: dict[str, Any], made: ModuleType
+    open_page: Open, results: dict[str, Any], page_results: ModuleType
 ) -> None:
     page = open_page()
     plots = {
@@ -234,7 +220,7 @@ def test_plots_print_the_values_of_the_json(
     for name, values in expected.items():
         texts = [text.partition(" s,")[0] for text in plots[name]]
         assert len(texts) == len(values)
-        assert all(map(made.is_shown_as, values, texts)), name
+        assert all(map(page_results.is_shown_as, values, texts)), name
 
 
 def test_pointing_at_a_token_shows_where_it_comes_from(
@@ -339,11 +325,11 @@ def test_focus_can_be_seen_and_is_not_covered(open_page: Open, width: int) -> No
         assert found == ["3px", True], key
 
 
-def test_text_of_models_and_prompts_stays_text(open_page: Open, made: ModuleType) -> None:
+def test_text_of_models_and_prompts_stays_text(open_page: Open, page_results: ModuleType) -> None:
     page = open_page()
     card = page.locator(".answer").last
     assert card.locator("h3").text_content() == "<i>hostile</i>"
-    assert card.locator(".prompt").text_content() == made.HOSTILE_PROMPT
+    assert card.locator(".prompt").text_content() == page_results.HOSTILE_PROMPT
     shown = str(card.locator(".tokens").text_content())
     for text in ("<script>alert('model')</script></script>", "onerror=alert(2)", "&lt;b&gt;"):
         assert text in shown
@@ -435,9 +421,9 @@ def test_copied_text_is_the_answer(open_page: Open, results: dict[str, Any]) -> 
     assert text == results["prompts"][1]["turns"][0]["text"]
 
 
-def test_a_phone_scrolls_down_only(open_page: Open, made: ModuleType) -> None:
+def test_a_phone_scrolls_down_only(open_page: Open, page_results: ModuleType) -> None:
     for status in ("equal", "different"):
-        page = open_page(render_page(made.make_results(status=status)), width=390)
+        page = open_page(render_page(page_results.make_results(status=status)), width=390)
         # Answers out of sight are laid out too, for the measurement.
         page.evaluate(
             "() => document.querySelectorAll('.answer')"
@@ -463,9 +449,11 @@ def test_a_phone_scrolls_down_only(open_page: Open, made: ModuleType) -> None:
         assert sizes[2] <= 0 <= sizes[3], "the note is within the window"
 
 
-def test_both_colour_schemes_have_enough_contrast(open_page: Open, made: ModuleType) -> None:
+def test_both_colour_schemes_have_enough_contrast(
+    open_page: Open, page_results: ModuleType
+) -> None:
     backgrounds = []
-    bad = made.make_results(status="different")
+    bad = page_results.make_results(status="different")
     for number, depth in enumerate(DEPTHS):
         bad["prompts"][0]["turns"][0]["tokens"]["depths"][number] = depth
     for scheme in ("light", "dark"):
