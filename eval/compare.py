@@ -22,7 +22,6 @@ from draftsmith.conf.schema import CompareConfig, CompareSetting
 from draftsmith.eval.compare_report import write_comparison
 from draftsmith.eval.comparison import ComparedLane, Comparison
 from draftsmith.eval.evaluate import (
-    draft_folder,
     evaluate_lanes,
     load_draft_for,
     load_prompts_for,
@@ -38,6 +37,7 @@ from draftsmith.eval.settings import (
 )
 from draftsmith.eval.simulated import find_simulated
 from draftsmith.inference.plain import GreedyAnswers
+from draftsmith.models.load import draft_folder
 from draftsmith.models.protocols import Drafter, SamplingSettings
 from draftsmith.models.target import TargetModel
 

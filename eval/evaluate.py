@@ -34,7 +34,7 @@ from draftsmith.eval.settings import EvaluationSettings, make_settings
 from draftsmith.eval.sharding import Lanes, gather_lanes, launched, own_share
 from draftsmith.eval.simulated import find_simulated
 from draftsmith.inference.plain import GreedyAnswers
-from draftsmith.models.load import load_drafter
+from draftsmith.models.load import draft_folder, load_drafter
 from draftsmith.models.protocols import Drafter
 from draftsmith.models.target import Fingerprint, TargetModel, resolve_target
 
@@ -181,13 +181,6 @@ def evaluate(
         state=state,
     )
     return result
-
-
-def draft_folder(path: str) -> Path:
-    """The draft model's folder: the path itself, or `draft` inside a training run."""
-    folder, inside = Path(path), Path(path) / "draft"
-    is_run = not (folder / "config.json").is_file() and (inside / "config.json").is_file()
-    return inside if is_run else folder
 
 
 def load_draft_for(path: str, target: TargetModel) -> Any:

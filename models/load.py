@@ -26,6 +26,13 @@ CLASS_PREFIX = "draftsmith.models."
 """Only our own classes are imported: a config must not choose code to run."""
 
 
+def draft_folder(path: str | Path) -> Path:
+    """The draft model's folder: the path itself, or `draft` inside a training run."""
+    folder, inside = Path(path), Path(path) / "draft"
+    is_run = not (folder / "config.json").is_file() and (inside / "config.json").is_file()
+    return inside if is_run else folder
+
+
 def load_drafter(path: str | Path, target: TargetModel) -> Any:
     """Loads a draft model for a loaded target, in its dtype, on its device and attached to it.
 
@@ -40,9 +47,8 @@ def load_drafter(path: str | Path, target: TargetModel) -> Any:
     Raises:
         ValueError: See `load_draft`; or a small model's tokenizer is not the target's.
     """
-    inside = Path(path) / "draft"
-    is_run = not (Path(path) / "config.json").is_file() and (inside / "config.json").is_file()
-    name = inside if is_run else path
+    # Not through Path where there is no folder: a hub id or package:NAME stays as it was typed.
+    name = draft_folder(path) if Path(path).is_dir() else path
     draft = load_draft(name, dtype=target.dtype, device=target.device)
     if isinstance(draft, SmallModelDraft):
         check_same_tokenizer(
