@@ -221,7 +221,7 @@ def evaluate_drafts(config: QuickstartConfig, story: Story) -> tuple[Any, Any]:
     write_report(trained, Path(output), story.console)
     few = load_prompts("bundled", limit_per_category=config.baseline_prompts_per_category)
     fresh = untrained_like(draft)
-    fresh.attach_target(embed_tokens=target.embed_tokens)
+    fresh.attach_target(embed_tokens=target.embed_tokens, head=target.head())
     short = replace(
         settings,
         max_new_tokens=min(UNTRAINED_TOKENS, config.max_new_tokens),

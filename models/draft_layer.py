@@ -94,31 +94,45 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """One decoder layer; the first one reads [embedding ; feature], others only their input."""
+    """One decoder layer. It may read [embedding ; feature] (EAGLE-3's first), or have no input norm
+    (EAGLE-1's first); an ordinary one reads its normed input."""
 
-    def __init__(self, config: LlamaConfig, *, reads_tokens: bool) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        reads_tokens: bool,
+        input_norm: bool = True,
+        norm_before_residual: bool = False,
+    ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = DraftAttention(config, 2 * size if reads_tokens else size)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(size, eps)
+        if input_norm:
+            self.input_layernorm = LlamaRMSNorm(size, eps)
         if reads_tokens:
             self.hidden_norm = LlamaRMSNorm(size, eps)
         self.reads_tokens = reads_tokens
+        self.input_norm = input_norm
+        self.norm_before_residual = norm_before_residual
         self.post_attention_layernorm = LlamaRMSNorm(size, eps)
 
-    def attention_input(self, hidden: Tensor, normed_tokens: Tensor) -> Tensor:
-        """What q, k and v project: [rows, 2 * hidden] in the first layer, else [rows, hidden].
+    def enter(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What q, k and v project, [rows, 2 * hidden or hidden], and the residual [rows, hidden].
 
         Args:
             hidden: [rows, hidden] features or the previous layer's output.
-            normed_tokens: [rows, hidden] embeddings after the first layer's `input_layernorm`.
+            tokens: [rows, hidden] embeddings after this layer's `input_layernorm`; read only by a
+                layer that reads tokens.
         """
         if self.reads_tokens:
-            return torch.cat([normed_tokens, self.hidden_norm(hidden)], dim=-1)
-        return self.input_layernorm(hidden)
+            normed = self.hidden_norm(hidden)
+            residual = normed if self.norm_before_residual else hidden
+            return torch.cat([tokens, normed], dim=-1), residual
+        return (self.input_layernorm(hidden) if self.input_norm else hidden), hidden
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [rows, hidden], attention output [rows, heads, head_dim] -> [rows, hidden]."""
-        hidden = hidden + self.self_attn.o_proj(attended.flatten(1))
+        hidden = residual + self.self_attn.o_proj(attended.flatten(1))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -74,7 +74,7 @@ def run_layers(
         layers: the first one may read tokens.
         reads: what each sequence reads; its cache's entries at these places are overwritten.
         hidden: [rows, hidden] features, or the fed-back states of the rows' parents.
-        tokens: [rows, hidden] embeddings after the first layer's input norm.
+        tokens: [rows, hidden] what the first layer reads of the embeddings.
         ends_only: only each sequence's last row is wanted (committed rows, which form a chain).
 
     Returns:
@@ -83,14 +83,15 @@ def run_layers(
     rope = _joined_rope(reads)
     counts = [read.new for read in reads]
     for index, layer in enumerate(layers):
-        inputs = layer.attention_input(hidden, tokens)
+        inputs, residual = layer.enter(hidden, tokens)
         key, value = layer.self_attn.keys_values(inputs, rope)
         keys, values = key.split(counts), value.split(counts)
         asked = counts
         if ends_only and index + 1 == len(layers):
             # Of the last layer only the newest row's output is ever used.
             ends = torch.tensor(counts, device=hidden.device).cumsum(0) - 1
-            inputs, hidden, rope = inputs[ends], hidden[ends], (rope[0][ends], rope[1][ends])
+            inputs, residual = inputs[ends], residual[ends]
+            rope = rope[0][ends], rope[1][ends]
             asked = [1] * len(reads)
         queries = layer.self_attn.queries(inputs, rope).split(asked)
         attended = []
@@ -100,7 +101,7 @@ def run_layers(
             )
             mask = None if ends_only else read.keep_mask()
             attended.append(cached_attention(own_query, *seen, keep_mask=mask))
-        hidden = layer.finish(hidden, attended[0] if len(reads) == 1 else torch.cat(attended))
+        hidden = layer.finish(residual, attended[0] if len(reads) == 1 else torch.cat(attended))
     return hidden
 
 

@@ -54,7 +54,7 @@ def load_drafter(path: str | Path, target: TargetModel) -> Any:
         check_same_tokenizer(
             draft.tokenizer, target.tokenizer, name=str(name), target_name=target.name_or_path
         )
-    draft.attach_target(embed_tokens=target.embed_tokens)
+    draft.attach_target(embed_tokens=target.embed_tokens, head=target.head())
     return draft.eval()
 
 

@@ -74,6 +74,9 @@ class Predictions:
     """[draft_vocab] int64 absolute target ids, ascending; None when the vocabularies are equal."""
     labels: Tensor | None = None
     """[rows] int64 token that really follows the place, -1 where none does; None: not known."""
+    shares_target_head: bool = False
+    """The draft predicts with the target's own head: `draft_head_weight` is (rows of) its matrix,
+    frozen, and its bias and elementwise transformation (soft-capping, scaling) apply too."""
 
 
 @dataclass
@@ -109,15 +112,21 @@ class TrainOutput:
     'loss' [steps], 'supervised' [steps], 'in_vocabulary' [steps], 'correct' [steps],
     'acceptance' [steps], 'chains' [] (places where a draft could start),
     'greedy_joint' [steps] (all predictions up to this step correct),
-    'sampled_joint' [steps] (product of acceptances up to this step)."""
+    'sampled_joint' [steps] (product of acceptances up to this step). Further ones [steps] are sums
+    over the supervised predictions and are reported as their means, under their own names."""
 
 
 @runtime_checkable
 class TrainableDraft(Protocol):
     """For training: a batch of target features in, losses and statistics out."""
 
-    def attach_target(self, *, embed_tokens: nn.Module) -> None:
-        """Shares the target's frozen embeddings; they are never saved with the draft."""
+    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
+        """Shares the target's frozen parts; they are never saved with the draft.
+
+        Args:
+            embed_tokens: The target's embeddings.
+            head: Its head (a `TargetHead`), for a draft that predicts with it.
+        """
 
     def normaliser(self, batch: TrainBatch) -> Tensor:
         """[] float64: the count that this batch's loss_sum is to be divided by (no forward)."""

@@ -165,7 +165,7 @@ class SmallModelDraft(nn.Module):
         """The transformers configuration; the training loop notes the target in it."""
         return self.language_model.config
 
-    def attach_target(self, *, embed_tokens: nn.Module) -> None:
+    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:  # noqa: ARG002
         """Learns the size of the target's vocabulary; the embeddings are this model's own.
 
         A head padded beyond the target's vocabulary loses those columns, a shorter one proposes

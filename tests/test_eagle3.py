@@ -184,13 +184,19 @@ def uncached_state(
         return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     embedded = draft._target_embeddings[0](torch.tensor(token_ids))
+    if config.norm_before_fc:
+        features = norm(features, "input_norm")
+    if config.fc_norm:
+        parts = features.unflatten(-1, (LAYERS, -1)).unbind(-2)
+        features = torch.cat([norm(x, f"fc_norm.{i}") for i, x in enumerate(parts)], dim=-1)
     g = torch.cat([features @ w["fc.weight"].T, *[s[None] for s in fed_back]])
-    cos, sin = LlamaRotaryEmbedding(config)(g, torch.arange(length)[None])
+    cos, sin = LlamaRotaryEmbedding(config)(g, torch.arange(length)[None] + config.rope_offset)
     for index in range(config.num_hidden_layers):
         at = f"layers.{index}"
         a = norm(embedded if index == 0 else g, f"{at}.input_layernorm")
         if index == 0:
             a = torch.cat([a, norm(g, f"{at}.hidden_norm")], dim=-1)
+            g = norm(g, f"{at}.hidden_norm") if config.norm_before_residual else g
         projected = []
         for name in ("q", "k", "v"):
             x = F.linear(
@@ -226,6 +232,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two_layers": {"num_hidden_layers": 2},
     "qk_norm_and_bias": {"qk_norm": True, "attention_bias": True},
     "norm_output": {"norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True, "norm_before_residual": True},
+    "fc_norm": {"fc_norm": True, "norm_output": True},
+    "rope_at_the_token": {"rope_offset": 1},
+    "checkpointed": {"checkpoint_steps": True, "num_hidden_layers": 2},
     "own_head_dim": {"head_dim": 16},
     "full_vocabulary": {"draft_vocab_size": VOCAB},
 }

@@ -57,6 +57,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two_layers": {"num_hidden_layers": 2},
     "qk_norm_and_bias": {"qk_norm": True, "attention_bias": True},
     "norm_output": {"norm_output": True},
+    "norm_before_fc": {"norm_before_fc": True, "norm_before_residual": True},
+    "fc_norm": {"fc_norm": True, "norm_output": True},
+    "rope_at_the_token": {"rope_offset": 1},
     "own_head_dim": {"head_dim": 16},
     "full_vocabulary": {"draft_vocab_size": VOCAB},
 }

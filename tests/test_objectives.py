@@ -214,7 +214,7 @@ def test_a_frozen_head_costs_no_product_and_leaves_the_gradient_of_the_states(
     made, head = make_case(reduced=True)
     expected, _ = gradients(make_objective(name)(made, head), made)
     made.draft_head_weight = made.draft_head_weight.detach()
-    monkeypatch.delattr("draftsmith.train.objectives._add_product")
+    monkeypatch.delattr("draftsmith.train.objective_chunks._add_product")
     output = make_objective(name)(made, head)
     (found,) = torch.autograd.grad(output.loss_sum * 0.5, [made.draft_hidden])
     assert torch.equal(found, expected)

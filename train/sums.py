@@ -24,6 +24,18 @@ from torch import Tensor
 from draftsmith.models.protocols import TrainBatch, TrainOutput
 from draftsmith.train.strategy import sum_over_ranks
 
+COMMON_SUMS = (
+    "loss",
+    "supervised",
+    "in_vocabulary",
+    "correct",
+    "acceptance",
+    "chains",
+    "greedy_joint",
+    "sampled_joint",
+)
+"""The sums of every method (`TrainOutput`); others are a method's own, [steps] each."""
+
 
 class Sums:
     """What has been summed since the last `reduced`; it stays on the device until then."""
@@ -104,4 +116,8 @@ def as_metrics(sums: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:
         row[f"acceptance_{kind}"] = conditional(joint, chains)
     row["accuracy"] = _ratio(sums["sums.correct"], supervised).tolist()
     row["in_draft_vocabulary"] = float(_ratio(sums["sums.in_vocabulary"].sum(), supervised.sum()))
+    for name in sums:
+        short = name.removeprefix("sums.")
+        if short != name and short not in COMMON_SUMS:
+            row[short] = _ratio(sums[name], supervised).tolist()
     return {f"{prefix}{name}": value for name, value in row.items()}

@@ -312,7 +312,7 @@ def build_draft(
     draft.float()
     if settings.init_from is not None:
         load_weights(draft, settings.init_from)
-    draft.attach_target(embed_tokens=target_head.embed_tokens)
+    draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)
     draft.config.target_fingerprint = asdict(preflight.fingerprint)
     draft.config.target_name_or_path = settings.target.name_or_path
     draft.config.eos_token_id = list(preflight.eos_token_ids)
