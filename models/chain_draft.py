@@ -229,7 +229,9 @@ class ChainDraft(PreTrainedModel):
         )
         predictions = self._predictions(batch, plan, target_head)
         output = objective(predictions, target_head)
-        return self._output(predictions, output, prediction_sums(plan, output))
+        # The walk takes a pass over the places: only where nothing is trained.
+        grid = None if self.training else batch.input_ids.shape
+        return self._output(predictions, output, prediction_sums(plan, output, grid=grid))
 
     def _predictions(
         self, batch: TrainBatch, plan: SlotPlan, target_head: nn.Module

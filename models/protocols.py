@@ -112,8 +112,9 @@ class TrainOutput:
     'loss' [steps], 'supervised' [steps], 'in_vocabulary' [steps], 'correct' [steps],
     'acceptance' [steps], 'chains' [] (places where a draft could start),
     'greedy_joint' [steps] (all predictions up to this step correct),
-    'sampled_joint' [steps] (product of acceptances up to this step). Further ones [steps] are sums
-    over the supervised predictions and are reported as their means, under their own names."""
+    'sampled_joint' [steps] (product of acceptances up to this step); without training also
+    'rounds' and 'round_tokens' [] (models/simulated_rounds.py). Further ones [steps] are sums over
+    the supervised predictions and are reported as their means, under their own names."""
 
 
 @runtime_checkable

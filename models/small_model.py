@@ -58,6 +58,7 @@ from draftsmith.models.protocols import (
     TrainOutput,
 )
 from draftsmith.models.sequence_cache import SequenceCache
+from draftsmith.models.simulated_rounds import simulated_rounds
 from draftsmith.models.student import (
     drop_soft_capping,
     linear_head_factor,
@@ -213,7 +214,8 @@ class SmallModelDraft(nn.Module):
             ),
             target_head,
         )
-        return TrainOutput(output.loss_sum, chain_sums(places, output, num_steps=self.num_steps))
+        sums = chain_sums(places, output, num_steps=self.num_steps, walk_rounds=not self.training)
+        return TrainOutput(output.loss_sum, sums)
 
     def _head_inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """States and matrix whose product are the model's logits, bias and scale included.
@@ -348,7 +350,9 @@ def supervised_next(batch: TrainBatch) -> Tensor:
     return places
 
 
-def chain_sums(places: Tensor, output: ObjectiveOutput, *, num_steps: int) -> dict[str, Tensor]:
+def chain_sums(
+    places: Tensor, output: ObjectiveOutput, *, num_steps: int, walk_rounds: bool = False
+) -> dict[str, Tensor]:
     """The sums of `TrainOutput` for chains that read consecutive places.
 
     A chain starts at every supervised place; its step j is the prediction j places on, and it ends
@@ -358,6 +362,7 @@ def chain_sums(places: Tensor, output: ObjectiveOutput, *, num_steps: int) -> di
         places: [batch, seq] bool, the supervised places.
         output: Of one step, [1, rows]: a row per supervised place, in order.
         num_steps: Steps per chain.
+        walk_rounds: Walk through the rounds too (models/simulated_rounds.py).
     """
 
     def by_place(values: Tensor) -> Tensor:
@@ -376,23 +381,30 @@ def chain_sums(places: Tensor, output: ObjectiveOutput, *, num_steps: int) -> di
     }
     alive, greedy, sampled = (torch.ones_like(places, dtype=torch.float64) for _ in range(3))
     sums: dict[str, list[Tensor]] = {name: [] for name in (*values, "greedy", "sampled")}
+    accepted = torch.zeros_like(alive)
     for step in range(num_steps):
         here = {name: value[:, step : step + seq] for name, value in values.items()}
         alive = alive * here["supervised"]
         greedy = greedy * here["correct"]
         sampled = sampled * here["acceptance"]
+        accepted += greedy
         for name, value in here.items():
             sums[name].append((value * alive).sum())
         sums["greedy"].append(greedy.sum())
         sums["sampled"].append(sampled.sum())
     stacked = {name: torch.stack(values) for name, values in sums.items()}
-    return {
-        # One prediction serves every step, and so does its loss.
-        "loss": output.step_loss_sums.double().expand(num_steps),
-        "chains": places.sum().double(),
-        "greedy_joint": stacked.pop("greedy"),
-        "sampled_joint": stacked.pop("sampled"),
-    } | stacked
+    rounds = simulated_rounds(places, accepted) if walk_rounds else {}
+    return (
+        rounds
+        | {
+            # One prediction serves every step, and so does its loss.
+            "loss": output.step_loss_sums.double().expand(num_steps),
+            "chains": places.sum().double(),
+            "greedy_joint": stacked.pop("greedy"),
+            "sampled_joint": stacked.pop("sampled"),
+        }
+        | stacked
+    )
 
 
 # --- tokenizers -----------------------------------------------------------------------------------

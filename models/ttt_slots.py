@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.models.protocols import ObjectiveOutput
+from draftsmith.models.simulated_rounds import simulated_rounds
 
 MASK_ALIGNMENTS = ("label", "feature")
 
@@ -113,10 +114,17 @@ def _indices(mask: Tensor) -> Tensor:
     return mask.flatten().nonzero().squeeze(-1)
 
 
-def prediction_sums(plan: SlotPlan, output: ObjectiveOutput) -> dict[str, Tensor]:
+def prediction_sums(
+    plan: SlotPlan, output: ObjectiveOutput, *, grid: torch.Size | None = None
+) -> dict[str, Tensor]:
     """The sums of `TrainOutput`: per step, and joint along each chain.
 
     A chain starts at a slot whose step 0 is supervised and ends before its first unsupervised step.
+
+    Args:
+        plan: Of the batch.
+        output: What the objective found.
+        grid: (batch, seq), to walk through the rounds too (models/simulated_rounds.py).
     """
     steps, rows = plan.supervised.shape
     acceptance = output.acceptance.double() * plan.supervised
@@ -128,7 +136,15 @@ def prediction_sums(plan: SlotPlan, output: ObjectiveOutput) -> dict[str, Tensor
     correct_chain[step, slot] = output.correct[step, row].double()
     accepted_chain = acceptance.new_zeros(shape)
     accepted_chain[step, slot] = acceptance[step, row]
-    return {
+    greedy_chain = correct_chain.cumprod(0)
+    rounds: dict[str, Tensor] = {}
+    if grid is not None:
+        starts = torch.zeros(grid.numel(), dtype=torch.bool, device=acceptance.device)
+        accepted = acceptance.new_zeros(grid.numel())
+        starts[plan.places[plan.supervised[0]]] = True
+        accepted[plan.active + 1] = greedy_chain.sum(0)[: len(plan.active)]
+        rounds = simulated_rounds(starts.view(grid), accepted.view(grid))
+    return rounds | {
         "loss": output.step_loss_sums.double(),
         "supervised": plan.supervised.sum(-1).double(),
         "in_vocabulary": (plan.supervised & output.in_vocabulary).sum(-1).double(),
@@ -136,6 +152,6 @@ def prediction_sums(plan: SlotPlan, output: ObjectiveOutput) -> dict[str, Tensor
         "acceptance": acceptance.sum(-1),
         "chains": plan.supervised[0].sum().double(),
         # Zero where a step is not supervised, so that the products end there.
-        "greedy_joint": correct_chain.cumprod(0).sum(-1),
+        "greedy_joint": greedy_chain.sum(-1),
         "sampled_joint": accepted_chain.cumprod(0).sum(-1),
     }

@@ -53,7 +53,7 @@ class LinearDraft(PreTrainedModel):
             self.register_buffer("draft_to_target", torch.tensor(config.draft_to_target))
         self.post_init()
 
-    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
+    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:  # noqa: ARG002
         self._embed_tokens = (embed_tokens,)
 
     def _supervised(self, batch: TrainBatch) -> Tensor:

@@ -137,6 +137,7 @@ def test_each_step_reads_the_true_next_token_and_is_taught_by_its_position() -> 
 
 
 def test_label_alignment_teaches_the_first_token_of_a_reply_and_nothing_behind_it() -> None:
+    """T06"""
     # Positions 0 to 2 are the prompt [5, 6, 7], the reply is [8, 9], the rest is the next prompt.
     table = shift_table([0, 0, 0, 1, 1, 0, 0], "label", 2)
     labels = {slot: [(step, label) for step, _, label, _ in rows] for slot, rows in table.items()}
@@ -314,6 +315,7 @@ def test_what_stands_at_padding_changes_nothing() -> None:
 
 
 def test_a_batch_without_supervised_tokens_gives_zero_gradients_to_every_weight() -> None:
+    """T22: a wrapper that waits for every weight's gradient does not hang."""
     for layers in (1, 2):
         draft = make_draft(num_hidden_layers=layers)
         output = train(draft, make_batch([6, 4], [[], []]))

@@ -33,6 +33,8 @@ COMMON_SUMS = (
     "chains",
     "greedy_joint",
     "sampled_joint",
+    "rounds",
+    "round_tokens",
 )
 """The sums of every method (`TrainOutput`); others are a method's own, [steps] each."""
 
@@ -114,6 +116,10 @@ def as_metrics(sums: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:
         joint = sums[f"sums.{kind}_joint"]
         row[f"simulated_accepted_length_{kind}"] = accepted_length(joint, chains)
         row[f"acceptance_{kind}"] = conditional(joint, chains)
+    if "sums.rounds" in sums:
+        # Where decoding would start its rounds, not everywhere: models/simulated_rounds.py.
+        length = _ratio(sums["sums.round_tokens"], sums["sums.rounds"])
+        row["simulated_accepted_length_rounds"] = float(length)
     row["accuracy"] = _ratio(sums["sums.correct"], supervised).tolist()
     row["in_draft_vocabulary"] = float(_ratio(sums["sums.in_vocabulary"].sum(), supervised.sum()))
     for name in sums:
