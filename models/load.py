@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from draftsmith.models.formats import recognise_foreign
 from draftsmith.models.small_model import DRAFTSMITH_CLASS, SmallModelDraft, check_same_tokenizer
 from draftsmith.models.target import TargetModel
 from draftsmith.models.vocabulary_map import check_vocabulary_buffers
@@ -103,7 +104,15 @@ def _draft_class(path: str | Path) -> Any:
             f"{folder} has no config.json. Expected the folder of a draft model, for example "
             "RUN/draft or RUN/checkpoints/step-000100/draft."
         )
-    name = json.loads(config_path.read_text()).get("draftsmith_class", DRAFTSMITH_CLASS)
+    config = json.loads(config_path.read_text())
+    if "draftsmith_class" not in config:
+        source = recognise_foreign(folder)
+        if source is not None:
+            raise ValueError(
+                f"{folder} is a draft of another program ({source}). Import it first: "
+                f"draftsmith-import checkpoint={folder} target.name_or_path=... output=FOLDER."
+            )
+    name = config.get("draftsmith_class", DRAFTSMITH_CLASS)
     if not isinstance(name, str) or not name.startswith(CLASS_PREFIX):
         raise ValueError(
             f"{config_path} has draftsmith_class {name!r}, expected a name that starts with "

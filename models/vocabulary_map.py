@@ -64,6 +64,11 @@ def draft_to_target(module: nn.Module) -> Tensor | None:
     if not has_reduced_vocabulary(module):
         return None
     d2t, _ = _buffers(module)
+    return absolute_ids(d2t)
+
+
+def absolute_ids(d2t: Tensor) -> Tensor:
+    """[draft_vocab] offsets -> absolute target ids."""
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
@@ -81,7 +86,7 @@ def check_vocabulary_buffers(module: nn.Module) -> None:
     if not has_reduced_vocabulary(module):
         return
     d2t, t2d = _buffers(module)
-    from_offsets = d2t + torch.arange(len(d2t), device=d2t.device)
+    from_offsets = absolute_ids(d2t)
     from_mask = t2d.nonzero().squeeze(-1)
     if torch.equal(from_offsets, from_mask):
         return

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.inference.engine import Engine, Request
 from draftsmith.inference.policies import DraftRequest, DynamicTreePolicy
+from draftsmith.models.chain_draft import ChainDraft
+from draftsmith.models.eagle import EagleConfig, EagleDraft
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Draft
 from draftsmith.models.protocols import Draft, DraftContext, SamplingSettings
 from draftsmith.models.target import Fingerprint, TargetModel
@@ -61,28 +63,24 @@ def target(golden_folder: Path) -> TargetModel:
 
 
 def load_case(
-    golden_folder: Path, name: str, target: TargetModel, eagle1: Any
-) -> tuple[Any, dict[str, Any]]:
+    golden_folder: Path, name: str, target: TargetModel
+) -> tuple[ChainDraft, dict[str, Any]]:
     """The draft model of a set, and its golden.json."""
     folder = golden_folder / "eagle" / name
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
-    case = json.loads((folder / "golden.json").read_text())
+    settings: dict[str, Any] = {key: config[key] for key in SIZES if key in config}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    draft: ChainDraft
     if name == "eagle2-tree":
-        return eagle1(config, weights, target.head().weight), case
-    draft = Eagle3Draft(
-        Eagle3Config(
-            **{key: config[key] for key in SIZES},
-            rope_parameters={"rope_type": "default", "rope_theta": config["rope_theta"]},
-            aux_layer_ids=[1, 3, 4],
-        )
-    )
-    weights = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
+        weights.pop("embed_tokens.weight")  # The target's.
+        draft = EagleDraft(EagleConfig(**settings))
+    else:
+        weights = {name.replace("midlayer.", "layers.0."): one for name, one in weights.items()}
+        draft = Eagle3Draft(Eagle3Config(**settings, aux_layer_ids=[1, 3, 4]))
     draft.load_state_dict(weights, strict=True)
-    draft.attach_target(
-        embed_tokens=nn.Embedding.from_pretrained(target.model.get_input_embeddings().weight)
-    )
-    return draft.eval(), case
+    draft.attach_target(embed_tokens=target.embed_tokens, head=target.head())
+    return draft.eval(), json.loads((folder / "golden.json").read_text())
 
 
 def context_of(ids: Tensor, features: Tensor) -> DraftContext:
@@ -121,11 +119,9 @@ def compare(draft: Draft, root: int, given: dict[str, Tensor], prefix: str) -> N
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_trees_equal_eagles(
-    golden_folder: Path, name: str, target: TargetModel, eagle1_reference: Any
-) -> None:
+def test_trees_equal_eagles(golden_folder: Path, name: str, target: TargetModel) -> None:
     """Tokens, mask, positions, paths and scores for 3 contexts x 8 settings."""
-    model, _ = load_case(golden_folder, name, target, eagle1_reference)
+    model, _ = load_case(golden_folder, name, target)
     given = load_file(golden_folder / "eagle" / name / "trees.safetensors")
     prefixes = sorted({key.rsplit(".", 1)[0] for key in given if ".t" in key})
     assert len(prefixes) == 24
@@ -150,10 +146,10 @@ def test_trees_equal_eagles(
 
 @pytest.mark.parametrize("name", SETS)
 def test_decoding_runs_equal_eagles_round_by_round(
-    golden_folder: Path, name: str, target: TargetModel, eagle1_reference: Any
+    golden_folder: Path, name: str, target: TargetModel
 ) -> None:
     """Drafted trees, accepted paths and text of four greedy runs, caches and all."""
-    model, case = load_case(golden_folder, name, target, eagle1_reference)
+    model, case = load_case(golden_folder, name, target)
     given = load_file(golden_folder / "eagle" / name / "decode.safetensors")
     for number, run in enumerate(case["decode"]["cases"]):
         prompt = given[f"case{number}.prompt"][0].tolist()

@@ -112,7 +112,9 @@ def test_importing_draftsmith_needs_no_deepspeed() -> None:
     subprocess.run([sys.executable, "-P", "-c", script], check=True, cwd=ROOT.parent)
 
 
-@pytest.mark.parametrize("verb", ["prepare", "regenerate", "cache", "train", "evaluate", "compare"])
+@pytest.mark.parametrize(
+    "verb", ["prepare", "regenerate", "cache", "train", "evaluate", "compare", "export", "import"]
+)
 def test_each_verb_answers_help_without_loading_torch(verb: str, tmp_path: Path) -> None:
     script = (
         "import sys, importlib.metadata as m\n"

@@ -25,6 +25,8 @@ def config(tmp_path: Path, tiny_folder: Callable[..., Path]) -> QuickstartConfig
         target=TargetConfig(name_or_path=str(target), dtype="float32", device="cpu"),
         output=str(tmp_path / "quickstart"),
         recipe="eagle3_quickstart",
+        compare_recipes=["eagle_quickstart"],
+        compare_prompts_per_category=1,
         train_overrides=[
             "method.draft_vocab_size=128",
             "method.num_steps=2",
@@ -65,10 +67,17 @@ def test_all_stages_run_and_a_second_run_keeps_what_is_there(
     assert summary["tokens_per_second"] > 0
     assert summary["baseline_tokens_per_second"] > 0
     assert 0 < summary["train_supervised_tokens"] < summary["train_tokens"]
+    rows = summary["comparison"]
+    assert [(row["draft"], row["setting"]) for row in rows] == [
+        (draft, setting)
+        for draft in ("eagle3_quickstart", "eagle_quickstart")
+        for setting in ("chain", "static_tree", "dynamic_tree")
+    ]
+    assert all(row["accepted_length"] >= 1.0 and row["lossless"] == "equal" for row in rows)
     report = (Path(config.output) / "evaluation" / "report.html").read_text(encoding="utf-8")
     assert report.startswith("<!doctype html>")
     said = capsys.readouterr().err
-    for command in ("regenerate", "prepare", "cache", "train", "evaluate"):
+    for command in ("regenerate", "prepare", "cache", "train", "evaluate", "compare"):
         assert f"$ draftsmith-{command}" in said
     weights = Path(config.output) / "train" / "draft" / "model.safetensors"
     trained_at = weights.stat().st_mtime_ns

@@ -204,13 +204,13 @@ def test_eagle3_trains_and_starts_from_the_weights_of_another_run(
     )
     cold = support.compose(inputs, "train.max_steps=1", method=method)
     first = support.losses(support.run_in_process(warm, tmp_path / "warm"))[0]
-    assert first < support.losses(support.run_in_process(cold, tmp_path / "cold"))[0] - 0.3
+    assert first < support.losses(support.run_in_process(cold, tmp_path / "cold"))[0] - 0.2
     other = support.compose(
         inputs, f"init_from={tmp_path / 'first' / 'draft'}", method=method | {"num_steps": 1}
     )
     support.run_in_process(other, tmp_path / "other")  # the same tensors, fewer steps: fine
     other.method = method | {"draft_vocab_size": 90}
-    with pytest.raises(ValueError, match=r"does not fit this method.*tensors differ"):
+    with pytest.raises(ValueError, match=r"another draft vocabulary \(100 tokens; .* give 90\)"):
         support.run_in_process(other, tmp_path / "misfit")
 
 

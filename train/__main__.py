@@ -25,6 +25,9 @@ from draftsmith.train.config import (
     write_config,
 )
 
+FIXED_IN_A_RUN = ("method", "target", "init_from", "init_vocabulary")
+"""Settings whose checkpoints fit no others."""
+
 
 def sweep_folder() -> str | None:
     """The folder that Hydra made for this job of a sweep; None outside of sweeps."""
@@ -48,7 +51,7 @@ def open_run_folder(settings: TrainConfig, sweep: str | None) -> Path:
     run_dir = launch.choose_run_folder(settings, sweep)
     if settings.resume == "auto" and (run_dir / CONFIG_FILE).is_file():
         changes = changed_settings(read_config(run_dir), settings)
-        fixed = [key for key in changes if key.split(".")[0] in ("method", "target", "init_from")]
+        fixed = [key for key in changes if key.split(".")[0] in FIXED_IN_A_RUN]
         if fixed:
             key = fixed[0]
             raise ValueError(

@@ -252,12 +252,22 @@ class TrainConfig:
     """null: a new run in a new folder. auto: go on from the newest complete checkpoint of run_dir,
     or start there. A path (run or checkpoint folder): a new run that starts from that state."""
     init_from: str | None = None
-    """Start from the weights of this saved draft (same method and sizes) instead of random ones."""
+    """Start from the weights of this draft (same method and layout) instead of random ones: a draft
+    or run of ours, or an EAGLE-1/3 folder that draftsmith-import reads."""
+    init_vocabulary: str = "same"
+    """The draft vocabulary with init_from. same: this run's data must give the checkpoint's.
+    rebuild: take this run's; the head's rows go with their tokens. keep: the checkpoint's."""
 
     def __post_init__(self) -> None:
         if self.resume == "auto" and self.run_dir is None:
             raise ValueError(
                 "resume=auto continues a run folder, but run_dir is null. Add run_dir=FOLDER."
+            )
+        require_choice("init_vocabulary", self.init_vocabulary, ("same", "keep", "rebuild"))
+        if self.init_vocabulary != "same" and self.init_from is None and self.resume is None:
+            raise ValueError(
+                f"init_vocabulary={self.init_vocabulary} has no effect without init_from. Name the "
+                "draft to start from, or drop it."
             )
         if self.resume is not None and self.init_from is not None:
             raise ValueError(

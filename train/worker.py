@@ -39,6 +39,12 @@ from draftsmith.train.loggers import make_loggers
 from draftsmith.train.loop import Run, count_steps, save_consolidated, train
 from draftsmith.train.objectives import make_objective
 from draftsmith.train.preflight import OpenedRows, Preflight, check_before_start
+from draftsmith.train.warm_start import (
+    WarmStart,
+    apply_warm_start,
+    kept_vocabulary,
+    read_warm_start,
+)
 
 DRAFT_FOLDER = "draft"
 """RUN_DIR/draft: the finished draft model."""
@@ -130,8 +136,9 @@ def train_with(
 ) -> None:
     """Builds the run, goes on from a checkpoint if there is one, trains, writes the draft."""
     start = find_start(accelerator, settings, run_dir)
-    if start is not None:
-        settings = replace(settings, init_from=None)  # the checkpoint brings its own weights
+    if start is not None and settings.init_vocabulary != "keep":
+        # The checkpoint brings its own weights; a kept vocabulary is read again.
+        settings = replace(settings, init_from=None, init_vocabulary="same")
     run = build_run(accelerator, settings, preflight, run_dir)
     resume(run, start)
     if accelerator.is_main_process:
@@ -303,15 +310,19 @@ def build_draft(
     settings: TrainConfig, preflight: Preflight, target_head: TargetHead, accelerator: Accelerator
 ) -> nn.Module:
     """The draft in float32, knowing its target and how it was trained."""
-    vocabulary = make_vocabulary(preflight, accelerator)
+    start = None
+    if settings.init_from is not None:
+        start = read_warm_start(settings.init_from, settings.target, preflight.aux_layer_ids)
+    vocabulary = make_vocabulary(settings, preflight, accelerator, start)
     method: Any = preflight.method
     # A draft that starts from the target's own layers needs more of it than the head.
     from_target = getattr(method, "builds_from_target", False)
     options = {"target": asdict(settings.target)} if from_target else {}
     draft = method.build(target_head, vocabulary, preflight.aux_layer_ids, **options)
     draft.float()
-    if settings.init_from is not None:
-        load_weights(draft, settings.init_from)
+    if start is not None:
+        said = apply_warm_start(draft, start, vocabulary=settings.init_vocabulary)
+        accelerator.print(said)
     draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)
     draft.config.target_fingerprint = asdict(preflight.fingerprint)
     draft.config.target_name_or_path = settings.target.name_or_path
@@ -320,56 +331,36 @@ def build_draft(
     return draft
 
 
-def make_vocabulary(preflight: Preflight, accelerator: Accelerator) -> DraftVocabulary | None:
-    """The draft vocabulary from the counts of supervised tokens; None for the full one."""
+def make_vocabulary(
+    settings: TrainConfig,
+    preflight: Preflight,
+    accelerator: Accelerator,
+    start: WarmStart | None,
+) -> DraftVocabulary | None:
+    """The draft vocabulary from the counts of supervised tokens, or the one of the checkpoint that
+    the run starts from; None for the full one."""
     size = preflight.method.draft_vocab_size
-    if size is None or size == preflight.vocab_size:
-        return None
     rows = preflight.rows
     source = rows.cache if rows.cache is not None else rows.prepared
     assert source is not None, "rows are a cache or prepared data"
-    vocabulary = build_draft_vocabulary(
-        source.token_counts,
-        draft_vocab_size=size,
-        tokenizer_size=preflight.tokenizer_size,
-        always_include=preflight.eos_token_ids,
-    )
-    accelerator.print(
-        f"Draft vocabulary: {size} of {preflight.vocab_size} tokens, which covers "
-        f"{vocabulary.coverage:.2%} of the supervised tokens"
-    )
+    counts = source.token_counts
+    if start is not None and settings.init_vocabulary == "keep":
+        vocabulary = kept_vocabulary(start, counts)
+    elif size is None or size == preflight.vocab_size:
+        vocabulary = None
+    else:
+        vocabulary = build_draft_vocabulary(
+            counts,
+            draft_vocab_size=size,
+            tokenizer_size=preflight.tokenizer_size,
+            always_include=preflight.eos_token_ids,
+        )
+    if vocabulary is not None:
+        accelerator.print(
+            f"Draft vocabulary: {len(vocabulary.draft_to_target)} of {preflight.vocab_size} "
+            f"tokens, which covers {vocabulary.coverage:.2%} of the supervised tokens"
+        )
     return vocabulary
-
-
-def load_weights(draft: nn.Module, folder: str) -> None:
-    """Starts `draft` from the weights of a saved one.
-
-    Raises:
-        ValueError: its tensors or its draft vocabulary differ.
-    """
-    from draftsmith.models.load import load_draft
-
-    found = load_draft(folder, dtype="float32", device="cpu").state_dict()
-    own = draft.state_dict()
-    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-    other = {name: tuple(tensor.shape) for name, tensor in found.items()}
-    if shapes != other:
-        differing = sorted(
-            name for name in {*shapes, *other} if shapes.get(name) != other.get(name)
-        )
-        name = differing[0]
-        raise ValueError(
-            f"init_from={folder} does not fit this method: {name} has the shape {other.get(name)} "
-            f"there and {shapes.get(name)} here ({len(differing)} tensors differ). Use the method "
-            "settings it was trained with."
-        )
-    for name, buffer in draft.named_buffers():
-        if name in found and not torch.equal(buffer, found[name].to(buffer.dtype)):
-            raise ValueError(
-                f"init_from={folder} has another draft vocabulary ({name} differs): it was made "
-                "from the token counts of other data. Train on that data, or start anew."
-            )
-    draft.load_state_dict(found)
 
 
 def training_summary(settings: TrainConfig) -> dict[str, Any]:
