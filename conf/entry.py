@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.resources
 import os
 import re
 import sys
@@ -55,6 +56,35 @@ def near_matches(word: str, choices: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(close))[:3]
 
 
+def preset_keys(group: str) -> dict[str, list[str]]:
+    """Preset of a group of draftsmith's own -> its top-level keys, those it builds on left out."""
+    folder = importlib.resources.files(CONFIG_MODULE) / group
+    found = {}
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".yaml"):
+            keys = OmegaConf.create(file.read_text(encoding="utf-8"))
+            found[file.name.removesuffix(".yaml")] = [
+                str(key) for key in keys if key not in ("_target_", "defaults")
+            ]
+    return found
+
+
+def about_method_key(word: str) -> str:
+    """What to say of a setting that the chosen method does not have, such as method.nois."""
+    if word.startswith("method.objective."):
+        return (
+            "\nAn option of the objective is added with a plus sign, for example "
+            f"+{word}=...; a wrong name is refused with the choices."
+        )
+    presets = preset_keys("method")
+    key = word.removeprefix("method.")
+    owners = [preset for preset, keys in presets.items() if key in keys]
+    if owners:
+        return f"\n{word} is a setting of method={' and method='.join(owners)} only."
+    matches = near_matches(key, sorted({name for keys in presets.values() for name in keys}))
+    return f"\nDid you mean method.{' or method.'.join(matches)}?" if matches else ""
+
+
 def explain(error: Exception, schema: type) -> str:
     """The text of a configuration error, with near matches for a key that does not exist."""
     text = re.sub(r"\nTo append to your config use \S+", "", str(error).strip())
@@ -64,7 +94,9 @@ def explain(error: Exception, schema: type) -> str:
     found = re.search(r"Key '([^']+)'", text) or re.search(r"override '?\+?([\w./@]+)", text)
     full_key = re.search(r"full_key: ([\w.]+)", text)
     word = full_key.group(1) if full_key else found.group(1) if found else ""
-    if word:
+    if word.startswith("method."):
+        text += about_method_key(word)
+    elif word:
         matches = near_matches(word, known_keys(schema))
         if matches and word not in matches:
             text += f"\nDid you mean {' or '.join(matches)}?"

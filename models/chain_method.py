@@ -112,6 +112,9 @@ class ChainMethod:
     def _check_step_tokens(self) -> None:
         if self.step_tokens is None:
             return
+        if isinstance(self.step_tokens, list):
+            # YAML and Hydra read a bare true as a truth value.
+            self.step_tokens = ["true" if token is True else token for token in self.step_tokens]
         fits = isinstance(self.step_tokens, list) and len(self.step_tokens) == self.num_steps
         if not fits or self.step_tokens[0] != "true":
             raise ValueError(
@@ -141,10 +144,15 @@ class ChainMethod:
         Args:
             target_head: Config, embeddings, head and final norm of the target.
             vocabulary: The draft vocabulary, or None for the full one.
+
+        Raises:
+            ValueError: the heads do not fit each other, or a size is in no config.
         """
         overrides = {name: getattr(self, name) for name in _SIZES}
         decayed = [self.step_decay**step for step in range(self.num_steps)]
-        return draft_layer_sizes(target_head.config, overrides) | {
+        sizes = draft_layer_sizes(target_head.config, overrides)
+        _check_heads(sizes)
+        return sizes | {
             "num_hidden_layers": self.num_hidden_layers,
             "vocab_size": target_head.vocab_size,
             "draft_vocab_size": target_head.vocab_size
@@ -159,3 +167,20 @@ class ChainMethod:
             "normalisation": self.normalisation,
             "checkpoint_steps": self.checkpoint_steps,
         }
+
+
+def _check_heads(sizes: dict[str, Any]) -> None:
+    """Raises ValueError where query and key/value heads, or a head and its rotation, do not fit."""
+    heads, groups, width = (
+        sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if heads % groups:
+        raise ValueError(
+            f"The draft would have {heads} query heads on {groups} key/value heads, expected a "
+            "multiple. Set method.num_attention_heads and method.num_key_value_heads."
+        )
+    if width % 2:
+        raise ValueError(
+            f"The draft's heads would be {width} wide; rotary positions turn pairs of numbers. Set "
+            "method.head_dim to an even number."
+        )

@@ -116,7 +116,8 @@ def _problems(
     config: Eagle3Config, ids: list[int], format: str, target: TargetFacts | None
 ) -> Iterable[tuple[bool, str]]:
     """(whether it applies, what the engine cannot serve and what to do)."""
-    flat, engine = format != "speculators", {"vllm": "vLLM", "sglang": "SGLang"}.get(format, format)
+    flat = format != "speculators"
+    engine = {"vllm": "vLLM", "sglang": "SGLang", "eagle": "SafeAILab's code"}.get(format, format)
     yield (
         flat and config.qk_norm,
         f"qk_norm: a Llama draft has no query and key norms in {engine}. format=speculators writes "
@@ -174,10 +175,11 @@ def _eagle_problems(
         )
         return
     fixed = _default_ids(target.num_layers)
+    reads = f"always reads {fixed}" if fixed else "has no three layers to read"
     yield (
         ids != fixed,
-        f"target layers {ids}: SafeAILab's code always reads {fixed} of a target with "
-        f"{target.num_layers} layers.",
+        f"target layers {ids}: SafeAILab's code {reads} of a target with {target.num_layers} "
+        "layers.",
     )
 
 

@@ -68,7 +68,7 @@ def import_checkpoint(settings: ImportSettings) -> ForeignDraft:
     draft = read_foreign(settings.checkpoint, aux_layer_ids=settings.aux_layer_ids, target=target)
     if draft.embed_tokens is not None or draft.uses_target_head:
         head = read_target_head(settings.target, float_dtype(draft.tensors))
-        _check_embeddings(draft, head, settings.target.name_or_path)
+        check_embeddings(draft, head, settings.target.name_or_path)
         if draft.uses_target_head:
             draft.tensors["lm_head.weight"] = _head_rows(draft, head)
     config: Any = draft.config
@@ -85,8 +85,12 @@ def import_checkpoint(settings: ImportSettings) -> ForeignDraft:
     return draft
 
 
-def _check_embeddings(draft: ForeignDraft, head: TargetHead, name: str) -> None:
-    """The checkpoint's embeddings must be the target's; a norm behind them forgives a factor."""
+def check_embeddings(draft: ForeignDraft, head: TargetHead, name: str) -> None:
+    """The checkpoint's embeddings must be the target's; a norm behind them forgives a factor.
+
+    Raises:
+        ValueError: they are of another size, or trained.
+    """
     if draft.embed_tokens is None:
         return
     ratio = embedding_ratio(draft.embed_tokens, embedding_table(head)[0])
@@ -95,7 +99,7 @@ def _check_embeddings(draft: ForeignDraft, head: TargetHead, name: str) -> None:
     raise ValueError(
         f"The checkpoint has embeddings of its own, {list(draft.embed_tokens.shape)}, which are "
         f"not those of {name}. Drafts of draftsmith read the target's: give the target that the "
-        "checkpoint was trained for. One whose embeddings were trained too cannot be imported."
+        "checkpoint was trained for. One whose embeddings were trained too cannot be read."
     )
 
 

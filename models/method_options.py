@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ def check_list(name: str, values: Any, kind: type[int] | type[float]) -> None:
         not isinstance(values, list | tuple)
         or not values
         or any(isinstance(value, bool) or not isinstance(value, allowed) for value in values)
+        or not all(math.isfinite(value) for value in values)
     ):
-        what = "integers" if kind is int else "numbers"
+        what = "integers" if kind is int else "finite numbers"
         raise ValueError(f"{name} is {values!r}, expected a list of {what}, or null.")

@@ -281,7 +281,7 @@ def test_every_family_of_targets_gets_a_draft_that_trains(
 def test_training_logits_are_the_targets_head_with_its_soft_cap(
     tiny_target: Callable[..., Any],
 ) -> None:
-    """What training believes of a draft's acceptance is what drafting computes."""
+    """M08: what training believes of a draft's acceptance is what drafting computes."""
     target = tiny_target("gemma2")
     assert not target.head().is_plain
     draft = make_draft(target)

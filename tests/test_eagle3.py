@@ -244,6 +244,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_unrolled_step_equals_an_uncached_chain(variant: str) -> None:
+    """M12: fed back raw, or normed with norm_output; the head's input is normed once in both."""
     draft = make_draft(**VARIANTS[variant])
     batch = make_batch([9, 6], [[4, 5, 6, 8], [3, 4]])
     recording = Recording()
@@ -274,6 +275,7 @@ def test_every_unrolled_step_equals_an_uncached_chain(variant: str) -> None:
 @pytest.mark.parametrize("alignment", ["label", "feature"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_padded_batch_equals_its_rows_one_by_one(layers: int, alignment: str) -> None:
+    """T12: conversations are never packed; those that share a batch do not see each other."""
     draft = make_draft(num_hidden_layers=layers, mask_alignment=alignment)
     batch = make_batch([11, 7, 4], [[3, 4, 5, 9, 10], [2, 3, 6], [3]])
     whole = train(draft, batch)

@@ -237,6 +237,8 @@ def test_scaled_rotary_embeddings_of_the_target_are_kept() -> None:
 
 
 def test_rotary_settings_per_layer_type_give_those_of_full_attention() -> None:
+    """M03; M10: the three rows of mrope are equal on text, so its sections are dropped."""
+
     class Config:
         rope_parameters: Any = {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},

@@ -132,6 +132,34 @@ def test_a_vocabulary_choice_without_a_checkpoint_is_refused(inputs: support.Inp
         support.compose(inputs, "init_vocabulary=keep", method=METHOD)
 
 
+def test_a_run_that_started_from_a_draft_goes_on_from_its_own_checkpoint(
+    inputs: support.Inputs, finished: Path, tmp_path: Path
+) -> None:
+    """The same command line plus resume=auto, with the vocabulary that was kept."""
+    words = ["schedule=constant", "train.save_every=1", f"init_from={finished}"]
+    words += ["init_vocabulary=keep", f"run_dir={tmp_path / 'run'}", "resume=auto"]
+    method = METHOD | {"draft_vocab_size": 60}
+    whole = support.compose(inputs, *words, "train.max_steps=4", method=method)
+    expected = support.losses(support.run_in_process(whole, tmp_path / "whole"))
+    part = support.compose(inputs, *words, "train.max_steps=2", method=method)
+    support.run_in_process(part, tmp_path / "run")
+    rows = support.run_in_process(whole, tmp_path / "run")
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert [losses[step] for step in (1, 2, 3, 4)] == pytest.approx(expected, rel=1e-6)
+    before, after = load_draft(finished / "draft"), load_draft(tmp_path / "run" / "draft")
+    assert torch.equal(after.d2t, before.d2t)
+
+
+def test_a_draft_vocabulary_that_misses_the_targets_choices_is_warned_about(
+    inputs: support.Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rows were not written by the random target: nearly all of its choices lie outside."""
+    settings = support.compose(inputs, *STEP, method=METHOD | {"draft_vocab_size": 14})
+    row = support.run_in_process(settings, tmp_path / "run")[0]
+    assert row["in_draft_vocabulary"] < 0.5
+    assert "of the target's own choices are in the draft vocabulary" in capsys.readouterr().err
+
+
 def test_one_method_does_not_start_from_another(
     inputs: support.Inputs, finished: Path, tmp_path: Path
 ) -> None:

@@ -253,7 +253,8 @@ class TrainConfig:
     or start there. A path (run or checkpoint folder): a new run that starts from that state."""
     init_from: str | None = None
     """Start from the weights of this draft (same method and layout) instead of random ones: a draft
-    or run of ours, or an EAGLE-1/3 folder that draftsmith-import reads."""
+    or run of ours, or an EAGLE-1/3 folder that draftsmith-import reads. With resume=auto it holds
+    until there is a checkpoint."""
     init_vocabulary: str = "same"
     """The draft vocabulary with init_from. same: this run's data must give the checkpoint's.
     rebuild: take this run's; the head's rows go with their tokens. keep: the checkpoint's."""
@@ -264,14 +265,16 @@ class TrainConfig:
                 "resume=auto continues a run folder, but run_dir is null. Add run_dir=FOLDER."
             )
         require_choice("init_vocabulary", self.init_vocabulary, ("same", "keep", "rebuild"))
-        if self.init_vocabulary != "same" and self.init_from is None and self.resume is None:
+        if self.init_vocabulary != "same" and self.init_from is None:
             raise ValueError(
                 f"init_vocabulary={self.init_vocabulary} has no effect without init_from. Name the "
                 "draft to start from, or drop it."
             )
-        if self.resume is not None and self.init_from is not None:
+        # resume=auto goes on with a run that may have started so, and starts one where none is.
+        if self.resume not in (None, "auto") and self.init_from is not None:
             raise ValueError(
-                "resume brings its own weights, so init_from has no effect. Set only one of them."
+                f"resume={self.resume} brings its own weights, so init_from has no effect. Set "
+                "only one of them."
             )
         if self.train.eval_every is not None and not self.data.has_validation:
             raise ValueError(

@@ -35,6 +35,8 @@ from draftsmith.train.progress import ProgressDisplay, as_validation_line
 from draftsmith.train.schedules import share
 from draftsmith.train.sums import Sums, as_metrics
 
+FEW_IN_VOCABULARY = 0.5
+"""Below this share of the target's choices a run is warned about (our choice; 0.99 is usual)."""
 BEST_FOLDER = "best"
 """RUN_DIR/best: the draft of the best validation so far."""
 
@@ -258,6 +260,7 @@ class Record:
         self._sums = Sums()
         self._all_finite = torch.ones((), dtype=torch.bool, device=run.accelerator.device)
         self._first_step = run.progress.step
+        self._warned = False
         self._last_written = run.progress.step
         self._seconds = 0.0
         self._seconds_at_write = 0.0
@@ -315,9 +318,22 @@ class Record:
             } | as_metrics(sums)
             for logger in run.loggers:
                 logger.log(row)
+            if float(sums["sums.supervised"].sum()) > 0:
+                self._warn_of_misses(row["in_draft_vocabulary"])
             per_step = self._seconds / (step - self._first_step)
             self._display.show(row, seconds_left=per_step * (run.total_steps - step))
             self._seconds_at_write, self._last_written = self._seconds, step
+
+    def _warn_of_misses(self, in_vocabulary: float) -> None:
+        """Says once that most of the target's own choices lie outside the draft vocabulary."""
+        if in_vocabulary >= FEW_IN_VOCABULARY or self._warned:
+            return
+        self._warned = True
+        self._display.say(
+            f"WARNING: only {in_vocabulary:.0%} of the target's own choices are in the draft "
+            "vocabulary; the others teach nothing and can never be drafted. Train on answers that "
+            "this target wrote (draftsmith-regenerate), or raise method.draft_vocab_size."
+        )
 
     def write_validation(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Writes one row of validation metrics and hands it on."""

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.vocabulary import DraftVocabulary
+from draftsmith.models.format_keys import float_dtype
 from draftsmith.models.formats import read_foreign, recognise_foreign
+from draftsmith.models.import_checkpoint import check_embeddings
 from draftsmith.models.load import draft_folder, load_draft
-from draftsmith.models.target_facts import read_target_facts
+from draftsmith.models.target_facts import read_target_facts, read_target_head
 from draftsmith.models.vocabulary_map import absolute_ids
 from draftsmith.train.config import TargetConfig
 
@@ -27,7 +29,9 @@ HEAD = "lm_head.weight"
 VOCABULARY = ("d2t", "t2d")
 LAYOUT = (
     "model_type",
+    "vocab_size",
     "hidden_size",
+    "hidden_act",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
@@ -43,7 +47,7 @@ LAYOUT = (
     "norm_before_residual",
     "norm_output",
 )
-"""Settings that change what the same weights compute."""
+"""Settings that change what the same weights compute, or the tokens that they know."""
 
 
 @dataclass
@@ -71,7 +75,7 @@ def read_warm_start(folder: str, target: TargetConfig, aux_layer_ids: Sequence[i
             where that does not say.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or has embeddings that are not the target's.
     """
     path = draft_folder(folder)
     if recognise_foreign(path) is None:
@@ -84,6 +88,9 @@ def read_warm_start(folder: str, target: TargetConfig, aux_layer_ids: Sequence[i
         if not aux_layer_ids:
             raise
         found = read_foreign(path, aux_layer_ids=aux_layer_ids, target=facts)
+    if found.embed_tokens is not None:
+        head = read_target_head(target, float_dtype(found.tensors))
+        check_embeddings(found, head, target.name_or_path)
     tensors = {
         name: tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in found.tensors.items()

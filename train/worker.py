@@ -323,6 +323,12 @@ def build_draft(
     if start is not None:
         said = apply_warm_start(draft, start, vocabulary=settings.init_vocabulary)
         accelerator.print(said)
+        before = getattr(start.config, "target_fingerprint", None) or {}
+        if before.get("weights", preflight.fingerprint.weights) != preflight.fingerprint.weights:
+            accelerator.print(
+                "Note: that draft was trained for a target with other weights; it has to learn "
+                "this one's answers first."
+            )
     draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)
     draft.config.target_fingerprint = asdict(preflight.fingerprint)
     draft.config.target_name_or_path = settings.target.name_or_path
