@@ -70,3 +70,21 @@ def import_checkpoint() -> None:
         root="import",
         schema="draftsmith.conf.schema:ImportConfig",
     )
+
+
+def profile() -> None:
+    """draftsmith-profile."""
+    run_verb(
+        "draftsmith.eval.profiling:run",
+        root="profile",
+        schema="draftsmith.conf.schema_serving:ProfileConfig",
+    )
+
+
+def simulate() -> None:
+    """draftsmith-simulate."""
+    run_verb(
+        "draftsmith.eval.simulate:run",
+        root="simulate",
+        schema="draftsmith.conf.schema_serving:SimulateConfig",
+    )

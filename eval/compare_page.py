@@ -5,9 +5,6 @@ Colours and charts are those of report.html (draftsmith.eval.charts, eval/page/)
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import importlib.resources
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -16,13 +13,13 @@ from draftsmith.eval.charts import (
     Curve,
     Reference,
     Series,
-    chart_style,
     grouped_bar_chart,
     line_chart,
     percent,
 )
 from draftsmith.eval.comparison import ComparedLane, Comparison
 from draftsmith.eval.markup import Markup, element
+from draftsmith.eval.plain_page import number_table, render_plain_page
 from draftsmith.inference.policies import ChainPolicy
 
 PLAIN = Reference(1.0, "plain decoding: 1")
@@ -141,16 +138,6 @@ def _charts(comparison: Comparison) -> Iterator[Markup]:
                 yield positions
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    head = element("tr", *(element("th", one, scope="col") for one in heads))
-    body = [
-        element("tr", element("th", row[0], scope="row"), *(element("td", one) for one in row[1:]))
-        for row in rows
-    ]
-    table = element("table", element("thead", head), element("tbody", *body))
-    return element("div", table, class_="box", tabindex=0, role="region", aria_label="All numbers")
-
-
 def render_comparison(
     comparison: Comparison,
     heads: Sequence[str],
@@ -167,37 +154,12 @@ def render_comparison(
     Returns:
         HTML.
     """
-    folder = importlib.resources.files("draftsmith.eval") / "page"
-    style = chart_style() + (folder / "page.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode("utf-8")).digest()).decode("ascii")
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
+    return render_plain_page(
+        "draftsmith comparison",
+        f"Draft models on {comparison.target}",
+        element("h2", "All numbers"),
+        number_table("All numbers", heads, rows),
+        *(element("p", note, class_="soft") for note in notes),
+        element("h2", "Plots"),
+        element("div", *_charts(comparison), class_="charts"),
     )
-    title = f"Draft models on {comparison.target}"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        element("link", rel="icon", href="data:,"),
-        element("title", title),
-        element("style", Markup(style)),
-    )
-    body = element(
-        "body",
-        element(
-            "header",
-            element("p", "draftsmith comparison", class_="soft"),
-            element("h1", title),
-        ),
-        element(
-            "main",
-            element("h2", "All numbers"),
-            _table(heads, rows),
-            *(element("p", note, class_="soft") for note in notes),
-            element("h2", "Plots"),
-            element("div", *_charts(comparison), class_="charts"),
-        ),
-    )
-    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"

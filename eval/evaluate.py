@@ -12,19 +12,17 @@ prompts are shared by the processes:
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 
 from draftsmith.conf.entry import run_verb
 from draftsmith.conf.schema import EvaluateConfig, PromptsConfig, TargetConfig
 from draftsmith.data.processes import join_processes
+from draftsmith.eval.conditions import describe_conditions
 from draftsmith.eval.lanes import Lane, LaneRunner, plan_prompts
 from draftsmith.eval.lossless import check_lossless, replay_lookup
 from draftsmith.eval.prompts import Prompt, load_prompts, template_mode
@@ -63,22 +61,6 @@ def check_target(recorded: Mapping[str, str] | None, target: TargetModel) -> Non
             f"{target.fingerprint.describe()}. Evaluate it on its own target, or train one for "
             "this target."
         )
-
-
-def _environment(target: TargetModel, num_processes: int) -> dict[str, Any]:
-    """What the numbers depend on besides the models."""
-    on_cuda = target.device.type == "cuda"
-    packages = ("draftsmith", "torch", "transformers")
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in packages}
-        | {"python": platform.python_version()},
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": target.config._attn_implementation,
-        "device": torch.cuda.get_device_name(target.device) if on_cuda else "cpu",
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "processes": num_processes,
-    }
 
 
 def evaluate_lanes(
@@ -136,7 +118,7 @@ def evaluate_lanes(
             target=target.name_or_path,
             draft=lane.name if lane.draft is not None else None,
             prompts=results,
-            environment=_environment(target, count),
+            environment=describe_conditions(target) | {"processes": count},
             warm_up=warm_up,
             template=template_mode(target.tokenizer),
         )

@@ -113,7 +113,19 @@ def test_importing_draftsmith_needs_no_deepspeed() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["prepare", "regenerate", "cache", "train", "evaluate", "compare", "export", "import"]
+    "verb",
+    [
+        "prepare",
+        "regenerate",
+        "cache",
+        "train",
+        "evaluate",
+        "compare",
+        "profile",
+        "simulate",
+        "export",
+        "import",
+    ],
 )
 def test_each_verb_answers_help_without_loading_torch(verb: str, tmp_path: Path) -> None:
     script = (
