@@ -5,7 +5,9 @@ and the rest are separate calls, because training and drafting attend in their o
 that do not form a rectangle. Parameter names are those of published checkpoints.
 
 The layer that reads tokens takes [normed embedding ; normed feature] into its projections, twice as
-wide, and its `input_layernorm` belongs to the embedding (EAGLE-3, arXiv 2503.01840, figure 5).
+wide, and its `input_layernorm` belongs to the embedding (EAGLE-3, arXiv 2503.01840, figure 5). Such
+a projection is the sum of two products. The tokens' one is the same at every step of the
+training-time test, so it is made once per text: `read_tokens`.
 
 Axes: rows, hidden, heads, kv_heads, head_dim.
 """
@@ -13,6 +15,7 @@ Axes: rows, hidden, heads, kv_heads, head_dim.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
@@ -76,21 +79,57 @@ class DraftAttention(nn.Module):
         for projection in (self.q_proj, self.k_proj):
             projection.weight[:, token_features:] *= QUIET
 
-    def queries(self, states: Tensor, rope: Rope) -> Tensor:
-        """[rows, in_features] -> [rows, heads, head_dim], rotated."""
-        projected = self.q_proj(states)
+    def project_tokens(self, tokens: Tensor) -> Tensor:
+        """What the leading input columns add to queries, keys and values, biases included.
+
+        Args:
+            tokens: [rows, token features].
+
+        Returns:
+            [rows, widths of query, key and value], unrotated.
+        """
+        parts = [
+            F.linear(tokens, projection.weight[:, : tokens.shape[-1]], projection.bias)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    def queries(self, states: Tensor, rope: Rope, tokens: Tensor | None = None) -> Tensor:
+        """[rows, heads, head_dim], rotated.
+
+        Args:
+            states: [rows, in_features], or what `tokens` leaves of these columns.
+            rope: Of the rows.
+            tokens: [rows, ...] of `project_tokens`. Where `states` has all columns it is not read.
+        """
+        projected = self._project(self.q_proj, states, tokens, 0)
         query = projected.unflatten(-1, (-1, self.head_dim))
         if self.qk_norm:
             query = self.q_norm(query)
         return _rotate(query, rope).to(projected.dtype)
 
-    def keys_values(self, states: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """[rows, in_features] -> keys (rotated) and values, [rows, kv_heads, head_dim] each."""
-        key = self.k_proj(states).unflatten(-1, (-1, self.head_dim))
-        value = self.v_proj(states).unflatten(-1, (-1, self.head_dim))
+    def keys_values(
+        self, states: Tensor, rope: Rope, tokens: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys (rotated) and values, [rows, kv_heads, head_dim] each. Arguments as in `queries`."""
+        width, kv_width = self.q_proj.out_features, self.k_proj.out_features
+        key = self._project(self.k_proj, states, tokens, width)
+        value = self._project(self.v_proj, states, tokens, width + kv_width)
+        key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (key, value))
         if self.qk_norm:
             key = self.k_norm(key)
         return _rotate(key, rope).to(value.dtype), value
+
+    @staticmethod
+    def _project(
+        projection: nn.Linear, states: Tensor, tokens: Tensor | None, start: int
+    ) -> Tensor:
+        """[rows, outputs]; `start` is where its outputs begin in `tokens`."""
+        if states.shape[-1] == projection.in_features:
+            return projection(states)
+        assert tokens is not None, "they bring the other columns' part"
+        own = F.linear(states, projection.weight[:, -states.shape[-1] :])
+        return own + tokens[:, start : start + projection.out_features]
 
 
 class DraftLayer(nn.Module):
@@ -118,18 +157,19 @@ class DraftLayer(nn.Module):
         self.norm_before_residual = norm_before_residual
         self.post_attention_layernorm = LlamaRMSNorm(size, eps)
 
-    def enter(self, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What q, k and v project, [rows, 2 * hidden or hidden], and the residual [rows, hidden].
+    def read_tokens(self, embedded: Tensor) -> Tensor:
+        """[rows, hidden] embeddings -> what they add to q, k and v, for a layer that reads them."""
+        return self.self_attn.project_tokens(self.input_layernorm(embedded))
+
+    def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What q, k and v project, and the residual: [rows, hidden] each.
 
         Args:
             hidden: [rows, hidden] features or the previous layer's output.
-            tokens: [rows, hidden] embeddings after this layer's `input_layernorm`; read only by a
-                layer that reads tokens.
         """
         if self.reads_tokens:
             normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            return torch.cat([tokens, normed], dim=-1), residual
+            return normed, normed if self.norm_before_residual else hidden
         return (self.input_layernorm(hidden) if self.input_norm else hidden), hidden
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ def run_layers(
         layers: the first one may read tokens.
         reads: what each sequence reads; its cache's entries at these places are overwritten.
         hidden: [rows, hidden] features, or the fed-back states of the rows' parents.
-        tokens: [rows, hidden] what the first layer reads of the embeddings.
+        tokens: [rows, any] what the first layer reads of the embeddings.
         ends_only: only each sequence's last row is wanted (committed rows, which form a chain).
 
     Returns:
@@ -83,17 +83,17 @@ def run_layers(
     rope = _joined_rope(reads)
     counts = [read.new for read in reads]
     for index, layer in enumerate(layers):
-        inputs, residual = layer.enter(hidden, tokens)
-        key, value = layer.self_attn.keys_values(inputs, rope)
+        inputs, residual = layer.enter(hidden)
+        key, value = layer.self_attn.keys_values(inputs, rope, tokens)
         keys, values = key.split(counts), value.split(counts)
         asked = counts
         if ends_only and index + 1 == len(layers):
             # Of the last layer only the newest row's output is ever used.
             ends = torch.tensor(counts, device=hidden.device).cumsum(0) - 1
-            inputs, residual = inputs[ends], residual[ends]
+            inputs, residual, tokens = inputs[ends], residual[ends], tokens[ends]
             rope = rope[0][ends], rope[1][ends]
             asked = [1] * len(reads)
-        queries = layer.self_attn.queries(inputs, rope).split(asked)
+        queries = layer.self_attn.queries(inputs, rope, tokens).split(asked)
         attended = []
         for read, own_query, own_key, own_value in zip(reads, queries, keys, values, strict=True):
             seen = read.state.cache.write(

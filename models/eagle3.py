@@ -144,7 +144,7 @@ class Eagle3Draft(ChainDraft):
         return source.aux_hidden_states
 
     def _tokens(self, embedded: Tensor) -> Tensor:
-        return self.layers[0].input_layernorm(embedded)
+        return self.layers[0].read_tokens(embedded)
 
     def _first_input(self, features: Tensor, tokens: Tensor) -> Tensor:  # noqa: ARG002
         if self.config.norm_before_fc:

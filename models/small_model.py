@@ -463,7 +463,7 @@ class SmallModelMethod:
     num_steps: int = DEFAULT_STEPS
     """Draft steps whose acceptance is reported; training is the same for any number."""
     objective: dict[str, Any] = field(default_factory=lambda: {"name": "kl"})
-    """Objective by name with its options (train/objectives.py: kl, ce, lk_lambda, tv)."""
+    """Objective by name with its options (train/objectives.py)."""
     builds_from_target: ClassVar[bool] = True
     """`build` is told how to load the target."""
     aux_layer_ids: list[int] = field(default_factory=list, init=False)

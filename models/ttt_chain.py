@@ -24,7 +24,7 @@ from draftsmith.models.ttt_attention import ttt_attention
 from draftsmith.models.ttt_slots import SlotPlan
 
 StepInput = tuple[Tensor, Tensor]
-"""[rows, hidden] into the first layer, and the [rows, hidden] tokens that it reads."""
+"""[rows, hidden] into the first layer, and what it reads of the tokens, [rows, any]."""
 
 
 @dataclass
@@ -122,21 +122,23 @@ def _first_step(
     blocks: list[Tensor] = []
     for chain in chains:
         attention = chain.layer.self_attn
-        inputs, residual = chain.layer.enter(hidden, tokens)
+        inputs, residual = chain.layer.enter(hidden)
         key, value = (
             rows.new_zeros(grid.numel(), *rows.shape[1:])
             .index_copy(0, plan.pairs, rows)
             .unflatten(0, grid)
             .transpose(1, 2)
-            for rows in attention.keys_values(inputs, rope)
+            for rows in attention.keys_values(inputs, rope, tokens)
         )
         blocks += [key, value]
         slots = plan.pairs
         if chain is chains[-1]:
             slots, at = plan.active, plan.active_pairs
-            inputs, residual = inputs.index_select(0, at), residual.index_select(0, at)
+            inputs, residual, tokens = (
+                part.index_select(0, at) for part in (inputs, residual, tokens)
+            )
             rope = rope[0].index_select(0, at), rope[1].index_select(0, at)
-        query = attention.queries(inputs, rope)
+        query = attention.queries(inputs, rope, tokens)
         attended = ttt_attention(query, key, value, [], [], slots=slots)
         hidden = chain.layer.finish(residual, attended)
     return hidden, blocks
@@ -157,10 +159,10 @@ def _step(
     entries: list[Tensor] = []
     for chain, (keys, values) in zip(chains, before, strict=True):
         attention = chain.layer.self_attn
-        inputs, residual = chain.layer.enter(hidden, tokens)
-        key, value = attention.keys_values(inputs, rope)
+        inputs, residual = chain.layer.enter(hidden)
+        key, value = attention.keys_values(inputs, rope, tokens)
         entries += [key, value]
-        query = attention.queries(inputs, rope)
+        query = attention.queries(inputs, rope, tokens)
         assert chain.block_key is not None, "set by step 0"
         assert chain.block_value is not None, "set by step 0"
         attended = ttt_attention(

@@ -205,3 +205,22 @@ def test_a_common_shift_of_positions_changes_nothing_with_a_plain_rope() -> None
 def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Eagle3Method(**settings)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_tokens_projected_once_add_up_to_the_whole_projection(qk_norm: bool, bias: bool) -> None:
+    attention = make_draft(qk_norm=qk_norm, attention_bias=bias).layers[0].self_attn
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)
+    tokens, features = torch.randn(2, 9, HIDDEN)
+    angles = torch.rand(9, 1, attention.head_dim)
+    rope = angles.cos(), angles.sin()
+    whole = torch.cat([tokens, features], dim=-1)
+    read = attention.project_tokens(tokens)
+    expected = attention.queries(whole, rope), *attention.keys_values(whole, rope)
+    found = attention.queries(features, rope, read), *attention.keys_values(features, rope, read)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="other columns"):
+        attention.queries(features, rope)

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from draftsmith.models.protocols import ObjectiveOutput, Predictions
 
-CHUNK_ELEMENTS = {"cpu": 2**22}
-"""Draft logits per chunk. On a CPU such a float32 buffer (16 MiB) stays in or near the last-level
+CHUNK_ELEMENTS = {"cpu": 2**23}
+"""Draft logits per chunk. On a CPU such a float32 buffer (32 MiB) stays in or near the last-level
 cache, and the head is read often enough to be worth its packing (docs/training_speed.md)."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**27
 """512 MiB of float32 (our choice): large enough to keep the matrix products busy."""
@@ -64,8 +64,11 @@ class Teacher:
 
     def part(self, places: slice) -> Teacher:
         """Some of the places."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return Teacher(*(None if value is None else value[places] for value in values))
+        parts: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            parts[field.name] = None if value is None else value[places]
+        return Teacher(**parts)
 
 
 @dataclass
@@ -245,14 +248,15 @@ class _Chunks:
             hidden = made.draft_hidden[:, places].transpose(0, 1)  # [places, steps, hidden]
             shape = hidden.shape
             hidden = hidden.to(self.matmul_dtype).flatten(0, 1)  # [predictions, hidden]
-            logits, raw, transformed = self._logits(hidden, with_gradient=d_hidden is not None)
+            logits, graph = self._logits(hidden, with_gradient=d_hidden is not None)
             top = _argmax(logits)
             losses, acceptance = self._visit_tiles(
                 logits.view(*shape[:2], -1), top.view(shape[:2]), teacher, d_hidden is not None
             )
             if d_hidden is not None:
                 gradient = logits  # Left there by the loss, tile by tile.
-                if raw is not None:
+                if graph is not None:
+                    raw, transformed = graph
                     (gradient,) = torch.autograd.grad(transformed, raw, logits)
                 gradient = gradient.to(self.matmul_dtype)
                 weights = made.weights[:, places] * teacher.in_vocabulary
@@ -268,10 +272,11 @@ class _Chunks:
 
     def _logits(
         self, hidden: Tensor, *, with_gradient: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """[predictions, draft_vocab] draft logits in a buffer.
 
-        Where the target's head transforms them, also the graph of that: raw and transformed logits.
+        Where the target's head transforms them and `with_gradient`, also the graph of that: raw and
+        transformed logits.
         """
         logits = self._buffer("logits", (len(hidden), len(self.head_weight)))
         if self.dtype == self.matmul_dtype:
@@ -281,12 +286,12 @@ class _Chunks:
         if self.head_bias is not None:
             logits += self.head_bias
         if self.transform is None:
-            return logits, None, None
+            return logits, None
         raw = logits.clone().requires_grad_(with_gradient)
         with torch.set_grad_enabled(with_gradient):
             transformed = self.transform(raw)
         logits.copy_(transformed.detach())
-        return (logits, raw, transformed) if with_gradient else (logits, None, None)
+        return logits, (raw, transformed) if with_gradient else None
 
     def _visit_tiles(
         self, logits: Tensor, top: Tensor, teacher: Teacher, with_gradient: bool
