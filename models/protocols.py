@@ -53,6 +53,16 @@ class TrainBatch:
 
 
 @dataclass
+class LogitCorrection:
+    """What a draft model adds to its head's logits: hidden @ weight.T, of a small rank."""
+
+    hidden: Tensor
+    """[steps, rows, rank]."""
+    weight: Tensor
+    """[draft_vocab, rank]; may require grad."""
+
+
+@dataclass
 class Predictions:
     """What a draft model hands to an objective: all its predictions, arranged by target place.
 
@@ -77,6 +87,8 @@ class Predictions:
     shares_target_head: bool = False
     """The draft predicts with the target's own head: `draft_head_weight` is (rows of) its matrix,
     frozen, and its bias and elementwise transformation (soft-capping, scaling) apply too."""
+    correction: LogitCorrection | None = None
+    """Added to the logits last, after that transformation; None: nothing is."""
 
 
 @dataclass
@@ -93,6 +105,8 @@ class ObjectiveOutput:
     """[steps, rows] float: sum_v min(p, q) = 1 - TV over the full target vocabulary."""
     in_vocabulary: Tensor
     """[rows] bool: the target's argmax is in the draft vocabulary."""
+    losses: Tensor | None = None
+    """[steps, rows] loss of each prediction, without its weight, detached; None: not reported."""
 
 
 class Objective(Protocol):
@@ -112,8 +126,9 @@ class TrainOutput:
     'loss' [steps], 'supervised' [steps], 'in_vocabulary' [steps], 'correct' [steps],
     'acceptance' [steps], 'chains' [] (places where a draft could start),
     'greedy_joint' [steps] (all predictions up to this step correct),
-    'sampled_joint' [steps] (product of acceptances up to this step); without training also
-    'rounds' and 'round_tokens' [] (models/simulated_rounds.py). Further ones [steps] are sums over
+    'sampled_joint' [steps] (product of acceptances up to this step); without training, where a
+    chain starts at every place, also 'rounds' and 'round_tokens' [] (models/simulated_rounds.py).
+    Further ones [steps] are sums over
     the supervised predictions and are reported as their means, under their own names."""
 
 

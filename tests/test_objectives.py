@@ -98,18 +98,20 @@ def written_out(made: Predictions, head: nn.Module, name: str) -> ObjectiveOutpu
     full_log_probs[..., ids] = log_probs
     acceptance = torch.minimum(target_full, draft_full).sum(-1)
     top = target_logits.argmax(-1)
-    in_vocabulary = torch.isin(made.labels if name == "ce" else top, ids)
+    in_vocabulary = torch.isin(made.labels if name in ("ce", "ce_l1") else top, ids)
     counted = made.supervised & in_vocabulary
     cross_entropy = -(restricted.exp() * log_probs).sum(-1)
     mean = (acceptance.detach() * counted).sum(-1, keepdim=True) / counted.sum(-1, keepdim=True)
     share = torch.exp(-mean)
+    labelled = -full_log_probs[:, torch.arange(ROWS), made.labels]
     losses = {
         "kl": cross_entropy,
         "reverse_kl": (log_probs.exp() * (log_probs - restricted)).sum(-1),
         "tv": 1 - acceptance,
         "lk_alpha": -acceptance.log(),
         "lk_lambda": share * cross_entropy + (1 - share) * (1 - acceptance),
-        "ce": -full_log_probs[:, torch.arange(ROWS), made.labels],
+        "ce": labelled,
+        "ce_l1": 0.1 * labelled + 0.9 * 2 * (1 - acceptance),
     }[name]
     sums = (made.weights * in_vocabulary * losses).sum(-1)
     correct = (ids[draft_logits.argmax(-1)] == top) & made.supervised & in_vocabulary

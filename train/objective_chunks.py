@@ -97,29 +97,56 @@ TileLoss = Callable[[Tile], Tensor]
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """A number whose gradients towards two tensors are already known."""
+    """A number whose gradients towards some tensors are already known."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        value: Tensor,
-        d_hidden: Tensor,
-        d_weight: Tensor | None,
+        ctx: Any, value: Tensor, gradients: tuple[Tensor | None, ...], *tensors: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(d_hidden, d_weight)
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        d_hidden, d_weight = ctx.saved_tensors
-        d_hidden = (d_hidden * scale).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        # None where the head is frozen: it was not computed either.
-        d_weight = (d_weight * scale).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
-        return d_hidden, d_weight, None, None, None
+        needed = ctx.needs_input_grad[2:]
+        known = zip(ctx.saved_tensors, ctx.dtypes, needed, strict=True)
+        # None where a head is frozen: it was not computed either.
+        found = [
+            (gradient * scale).to(dtype) if is_needed else None
+            for gradient, dtype, is_needed in known
+        ]
+        return None, None, *found
+
+
+@dataclass
+class _Gradients:
+    """Sums over chunks; None where nobody asks for them."""
+
+    hidden: Tensor
+    """[steps, places, hidden]."""
+    weight: Tensor | None
+    """[draft_vocab, hidden]."""
+    correction_hidden: Tensor | None
+    """[steps, places, rank]."""
+    correction_weight: Tensor | None
+    """[draft_vocab, rank]."""
+
+    @classmethod
+    def zeros(cls, predictions: Predictions, dtype: torch.dtype) -> _Gradients:
+        """For the tensors that require one; matrices in `dtype`."""
+        correction = predictions.correction
+
+        def matrix(weight: Tensor) -> Tensor | None:
+            return torch.zeros_like(weight, dtype=dtype) if weight.requires_grad else None
+
+        return cls(
+            torch.zeros_like(predictions.draft_hidden),
+            matrix(predictions.draft_head_weight),
+            None if correction is None else torch.zeros_like(correction.hidden),
+            None if correction is None else matrix(correction.weight),
+        )
 
 
 def evaluate(
@@ -143,32 +170,34 @@ def evaluate(
         with_log_probs: The loss reads `Teacher.log_probs`.
     """
     steps, places, _ = predictions.draft_hidden.shape
-    hidden, weight = predictions.draft_hidden, predictions.draft_head_weight
-    with_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    hidden, correction = predictions.draft_hidden, predictions.correction
+    inputs = [hidden, predictions.draft_head_weight]
+    if correction is not None:
+        inputs += [correction.hidden, correction.weight]
+    with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     with torch.no_grad():
         chunks = _Chunks(predictions, target_head, loss, labels, with_log_probs)
-        d_hidden = torch.zeros_like(hidden) if with_gradient else None
-        d_weight = None
-        if with_gradient and weight.requires_grad:
-            d_weight = torch.zeros_like(weight, dtype=chunks.dtype)
+        gradients = _Gradients.zeros(predictions, chunks.dtype) if with_gradient else None
         losses = hidden.new_zeros(steps, places, dtype=chunks.dtype)
         acceptance = torch.zeros_like(losses)
         correct = torch.zeros_like(losses, dtype=torch.bool)
         in_vocabulary = torch.zeros(places, dtype=torch.bool, device=hidden.device)
         for part in _chunk_slices(predictions, target_head, chunk_elements):
-            chunk = chunks.evaluate(part, d_hidden, d_weight)
+            chunk = chunks.evaluate(part, gradients)
             losses[:, part], acceptance[:, part], correct[:, part], in_vocabulary[part] = chunk
         weights = predictions.weights * in_vocabulary
         step_loss_sums = (weights * losses).sum(-1, dtype=torch.float64)
         value = step_loss_sums.sum().to(chunks.dtype)
-    if with_gradient:
-        value = _PrecomputedGradient.apply(hidden, weight, value, d_hidden, d_weight)
+    if gradients is not None:
+        known = [getattr(gradients, entry.name) for entry in fields(gradients)][: len(inputs)]
+        value = _PrecomputedGradient.apply(value, tuple(known), *inputs)
     return ObjectiveOutput(
         loss_sum=value,
         step_loss_sums=step_loss_sums,
         correct=correct & in_vocabulary & predictions.supervised,
         acceptance=acceptance,
         in_vocabulary=in_vocabulary,
+        losses=losses,
     )
 
 
@@ -222,17 +251,21 @@ class _Chunks:
         )
         self.dtype = torch.promote_types(self.matmul_dtype, torch.float32)
         self.head_weight = weight.detach().to(self.matmul_dtype)
+        correction = predictions.correction
+        self.correction_weight = (
+            None if correction is None else correction.weight.detach().to(self.matmul_dtype)
+        )
         self.head_bias, self.transform = _shared_head(predictions, target_head, self.dtype)
         tile = TILE_ELEMENTS.get(device, TILE_ELEMENTS_ACCELERATOR)
         self.tile_places = max(tile // (len(hidden) * len(weight)), 1)
         self.buffers: dict[str, Tensor] = {}
 
     def evaluate(
-        self, places: slice, d_hidden: Tensor | None, d_weight: Tensor | None
+        self, places: slice, gradients: _Gradients | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Losses, acceptances, hits ([steps, places]) and in-vocabulary flags ([places]).
 
-        Adds this chunk's gradients to `d_hidden` and `d_weight` where they are given.
+        Adds this chunk's gradients to `gradients` where they are given.
         """
         made = self.predictions
         teacher_logits = self.target_head(made.target_hidden[places])  # [places, vocab]
@@ -248,30 +281,62 @@ class _Chunks:
             hidden = made.draft_hidden[:, places].transpose(0, 1)  # [places, steps, hidden]
             shape = hidden.shape
             hidden = hidden.to(self.matmul_dtype).flatten(0, 1)  # [predictions, hidden]
-            logits, graph = self._logits(hidden, with_gradient=d_hidden is not None)
+            corrected = self._flat_correction(places)
+            logits, graph = self._logits(hidden, corrected, with_gradient=gradients is not None)
             top = _argmax(logits)
             losses, acceptance = self._visit_tiles(
-                logits.view(*shape[:2], -1), top.view(shape[:2]), teacher, d_hidden is not None
+                logits.view(*shape[:2], -1), top.view(shape[:2]), teacher, gradients is not None
             )
-            if d_hidden is not None:
-                gradient = logits  # Left there by the loss, tile by tile.
+            if gradients is not None:
+                weights = made.weights[:, places] * teacher.in_vocabulary
+                weights = weights.T.reshape(-1, 1)  # [predictions, 1]
+                # Left in the logits by the loss, tile by tile.
+                gradient = logits.to(self.matmul_dtype)
+                if corrected is not None:
+                    self._add_correction_gradient(gradients, gradient, corrected, weights, places)
                 if graph is not None:
                     raw, transformed = graph
                     (gradient,) = torch.autograd.grad(transformed, raw, logits)
-                gradient = gradient.to(self.matmul_dtype)
-                weights = made.weights[:, places] * teacher.in_vocabulary
-                weights = weights.T.reshape(-1, 1)  # [predictions, 1]
+                    gradient = gradient.to(self.matmul_dtype)
                 # Weights scale the small matrices, never the [predictions, draft_vocab] one.
                 d_rows = (gradient @ self.head_weight) * weights
+                d_hidden = gradients.hidden
                 d_hidden[:, places] = d_rows.view(shape).transpose(0, 1).to(d_hidden.dtype)
-                if d_weight is not None:
-                    _add_product(d_weight, gradient.T, (hidden * weights).to(self.matmul_dtype))
+                if gradients.weight is not None:
+                    scaled = (hidden * weights).to(self.matmul_dtype)
+                    _add_product(gradients.weight, gradient.T, scaled)
             tokens = top if made.draft_to_target is None else made.draft_to_target[top]
             correct = tokens.view(shape[:2]) == teacher.top_token[:, None]
         return losses.T, acceptance.T, correct.T, teacher.in_vocabulary
 
+    def _flat_correction(self, places: slice) -> Tensor | None:
+        """[predictions, rank], arranged as the hidden states are; None: nothing is corrected."""
+        correction = self.predictions.correction
+        if correction is None:
+            return None
+        return correction.hidden[:, places].transpose(0, 1).to(self.matmul_dtype).flatten(0, 1)
+
+    def _add_correction_gradient(
+        self,
+        gradients: _Gradients,
+        gradient: Tensor,
+        corrected: Tensor,
+        weights: Tensor,
+        places: slice,
+    ) -> None:
+        """The correction's part of the gradient; it is added to the transformed logits."""
+        assert self.correction_weight is not None, "there is a correction"
+        total = gradients.correction_hidden
+        assert total is not None, "made for all inputs"
+        rows = (gradient @ self.correction_weight) * weights
+        steps = len(total)
+        total[:, places] = rows.view(-1, steps, rows.shape[-1]).transpose(0, 1).to(total.dtype)
+        if gradients.correction_weight is not None:
+            scaled = (corrected * weights).to(self.matmul_dtype)
+            _add_product(gradients.correction_weight, gradient.T, scaled)
+
     def _logits(
-        self, hidden: Tensor, *, with_gradient: bool
+        self, hidden: Tensor, corrected: Tensor | None, *, with_gradient: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """[predictions, draft_vocab] draft logits in a buffer.
 
@@ -285,13 +350,17 @@ class _Chunks:
             logits.copy_(hidden @ self.head_weight.T)
         if self.head_bias is not None:
             logits += self.head_bias
-        if self.transform is None:
-            return logits, None
-        raw = logits.clone().requires_grad_(with_gradient)
-        with torch.set_grad_enabled(with_gradient):
-            transformed = self.transform(raw)
-        logits.copy_(transformed.detach())
-        return logits, (raw, transformed) if with_gradient else None
+        graph = None
+        if self.transform is not None:
+            raw = logits.clone().requires_grad_(with_gradient)
+            with torch.set_grad_enabled(with_gradient):
+                transformed = self.transform(raw)
+            logits.copy_(transformed.detach())
+            graph = (raw, transformed) if with_gradient else None
+        if corrected is not None:
+            assert self.correction_weight is not None, "there is a correction"
+            _add_product(logits, corrected, self.correction_weight.T)
+        return logits, graph
 
     def _visit_tiles(
         self, logits: Tensor, top: Tensor, teacher: Teacher, with_gradient: bool

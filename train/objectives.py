@@ -14,15 +14,16 @@ vocabulary and p' = p restricted to the draft vocabulary and renormalised:
     lk_alpha    -log a                                  (q S - q [q < p]) / a
     lk_lambda   w CE + (1 - w) TV                       w and 1 - w times those of CE and TV
     ce          -log q_y                                q - onehot(y)
+    ce_l1       c (-log q_y) + d sum_v |p_v - q_v|      c times that of ce, 2 d times that of TV
 
 CE equals KL(p' || q) plus the entropy of p', which is constant for the draft, so their gradients
 are the same; the reported loss of `kl` is CE, as in the published implementations. The L1 distance
 that some papers train with is sum_v |p_v - q_v| = 2 TV.
 
 `ce` puts the token y that really follows in the place of p': what the target wrote instead of all
-it could have written. A following token outside the draft vocabulary, or an unknown one, has weight
-0 and is a miss; the statistics are those of the target's distribution all the same, because that is
-what decides about acceptance.
+it could have written; `ce_l1` (DSpark) adds the L1 distance to p. A following token outside the
+draft vocabulary, or an unknown one, has weight 0 and is a miss; the statistics are those of the
+target's distribution all the same, because that is what decides about acceptance.
 
 Two places where a logarithm could meet zero. `reverse_kl` takes log p' from the target's logits, so
 no finite logit underflows; below -100 (a target that masks tokens with -inf) log p' counts as -100:
@@ -82,6 +83,23 @@ def _cross_entropy(tile: Tile) -> Tensor:
     losses = tile.log_normaliser - tile.logits.gather(-1, label).squeeze(-1)
     if tile.with_gradient:
         tile.logits.copy_(tile.probs).scatter_add_(-1, label, losses.new_full(label.shape, -1.0))
+    return losses
+
+
+def _labelled_mixture(cross_entropy: float, distance: float) -> TileLoss:
+    """The cross entropy to the label and the L1 distance to p, each with its weight."""
+
+    def losses(tile: Tile) -> Tensor:
+        assert tile.teacher.label is not None, "evaluate() was given labels"
+        label = tile.teacher.label[:, None, None].expand(*tile.log_normaliser.shape, 1)
+        log_prob = tile.logits.gather(-1, label).squeeze(-1) - tile.log_normaliser
+        total = 2.0 * distance * (1.0 - tile.acceptance) - cross_entropy * log_prob
+        if tile.with_gradient:
+            _leave_gradient(tile, None, torch.full_like(tile.acceptance, 2.0 * distance))
+            gradient = tile.logits.add_(tile.probs, alpha=cross_entropy)
+            gradient.scatter_add_(-1, label, total.new_full(label.shape, -cross_entropy))
+        return total
+
     return losses
 
 
@@ -175,6 +193,15 @@ class ReverseKl:
         )
 
 
+def _required_labels(predictions: Predictions, name: str) -> Tensor:
+    if predictions.labels is None:
+        raise ValueError(
+            f"The objective {name!r} needs the tokens that follow (Predictions.labels), but this "
+            "method gives none. Set method.objective.name=kl."
+        )
+    return predictions.labels
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
     """`ce`: the cross entropy to the token that follows in the text."""
@@ -183,17 +210,40 @@ class CrossEntropy:
     """Draft logits held at a time; null: by device."""
 
     def __call__(self, predictions: Predictions, target_head: nn.Module) -> ObjectiveOutput:
-        if predictions.labels is None:
-            raise ValueError(
-                "The objective 'ce' needs the tokens that follow (Predictions.labels), but this "
-                "method gives none. Set method.objective.name=kl."
-            )
         return evaluate(
             predictions,
             target_head,
             _cross_entropy,
             chunk_elements=self.chunk_elements,
-            labels=predictions.labels,
+            labels=_required_labels(predictions, "ce"),
+        )
+
+
+@dataclass(frozen=True)
+class CrossEntropyL1:
+    """`ce_l1`: cross entropy to the text and L1 distance to the target's distribution (DSpark)."""
+
+    ce_weight: float = 0.1
+    """Weight of the cross entropy (DSpark: 0.1)."""
+    l1_weight: float = 0.9
+    """Weight of the L1 distance, twice the total variation (DSpark: 0.9)."""
+    chunk_elements: int | None = None
+    """Draft logits held at a time; null: by device."""
+
+    def __post_init__(self) -> None:
+        if min(self.ce_weight, self.l1_weight) < 0.0 or not (self.ce_weight or self.l1_weight):
+            raise ValueError(
+                f"objective.ce_weight is {self.ce_weight} and objective.l1_weight "
+                f"{self.l1_weight}; expected numbers >= 0, at least one of them above 0."
+            )
+
+    def __call__(self, predictions: Predictions, target_head: nn.Module) -> ObjectiveOutput:
+        return evaluate(
+            predictions,
+            target_head,
+            _labelled_mixture(self.ce_weight, self.l1_weight),
+            chunk_elements=self.chunk_elements,
+            labels=_required_labels(predictions, "ce_l1"),
         )
 
 
@@ -274,6 +324,7 @@ class LkLambda:
 
 OBJECTIVES: dict[str, type[Any]] = {
     "ce": CrossEntropy,
+    "ce_l1": CrossEntropyL1,
     "kl": SoftCrossEntropy,
     "lk_alpha": LkAlpha,
     "lk_lambda": LkLambda,

@@ -46,6 +46,13 @@ LAYOUT = (
     "fc_norm",
     "norm_before_residual",
     "norm_output",
+    "block_size",
+    "mask_token_id",
+    "sample_from_anchor",
+    "layer_types",
+    "sliding_window",
+    "sequential_head",
+    "confidence_with_markov",
 )
 """Settings that change what the same weights compute, or the tokens that they know."""
 

@@ -1,0 +1,527 @@
+"""What DFlash and DSpark share: a block of slots that is predicted in one parallel pass.
+
+    c       = hidden_norm(fc([chosen layers of the target, concatenated]))   context, per position
+    slots   = [embedding of the anchor's token, mask token, mask token, ...]
+    layer   : Qwen3-type (norms on queries and keys); keys and values of every layer are projected
+              from [c of the positions before the anchor ; normed slots], queries from the slots
+    logits  = the target's own head on norm(slots), frozen
+
+Rotary positions continue the sequence: the anchor's slot has the anchor's position. Which slot
+predicts what: models/block_anchors.py. Who sees what: models/block_attention.py.
+
+Training runs all blocks of a batch at once. Drafting keeps the context's keys and values of one
+sequence in a cache, which grows by accepted positions only; the slots' own are written behind them
+and forgotten. A method may correct a slot's logits by the token before it (`_correction`), as
+DSpark's sequential head does; tokens are then chosen from left to right.
+
+Check: tests/test_dflash.py compares with an uncached block written out.
+
+Axes: batch, seq, blocks, slots, steps (predictions of a block), context, hidden, vocab, sequences
+(drafting together), rows (any gathered slots).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import LlamaConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from draftsmith.models.block_anchors import (
+    BlockPlan,
+    anchor_candidates,
+    block_sums,
+    choose_anchors,
+    plan_blocks,
+)
+from draftsmith.models.block_attention import block_attention, slots_hidden
+from draftsmith.models.block_proposal import Proposal, propose_tokens
+from draftsmith.models.draft_layer import DraftLayer, Rope
+from draftsmith.models.protocols import (
+    Draft,
+    DraftContext,
+    Objective,
+    ObjectiveOutput,
+    Predictions,
+    SamplingSettings,
+    TrainBatch,
+    TrainOutput,
+)
+from draftsmith.models.sequence_cache import SequenceCache, cached_attention
+from draftsmith.models.target import TargetHead
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@strict
+class BlockDraftConfig(LlamaConfig):
+    """Sizes of the layers, the block, and how the draft was trained; `vocab_size` is the target's.
+
+    What other programs have to know is always written: layout, mask token, layers, block size.
+    """
+
+    num_hidden_layers: int = 5
+    block_size: int = 16
+    """Slots of a block, the anchor's included."""
+    mask_token_id: int | None = None
+    """Token of the slots that are to be predicted."""
+    sample_from_anchor: bool = False
+    """Whether the anchor's slot predicts too: a block then proposes block_size tokens, not one
+    fewer."""
+    aux_layer_ids: list[int] | None = None
+    """0-based target layers whose outputs are read, ascending (-1: the embeddings)."""
+    qk_norm: bool = True
+    """RMS norms on queries and keys, as in Qwen3."""
+    layer_types: list[str] | None = None
+    """full_attention or sliding_attention per layer; None: full everywhere."""
+    sliding_window: int | None = None
+    """Of sliding layers, in positions, the own one included."""
+    decay: float = 7.0
+    """Step j of the loss weighs exp(-j / decay)."""
+    num_anchors: int = 512
+    """Blocks that a batch is trained on."""
+    target_fingerprint: dict[str, str] | None = None
+    """Of the target that this draft was trained for."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.tie_word_embeddings = False
+        if self.layer_types is None:
+            self.layer_types = [LAYER_TYPES[0]] * self.num_hidden_layers
+
+    def validate_architecture(self) -> None:
+        """Replaces Llama's check: with its own head_dim, heads need not divide hidden_size."""
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})."
+            )
+
+    def check_block(self) -> None:
+        """Raises ValueError where the settings of the block contradict each other."""
+        layers, ids = self.layer_types or [], self.aux_layer_ids or []
+        if not ids or ids != sorted(set(ids)):
+            raise ValueError(
+                f"aux_layer_ids is {self.aux_layer_ids}; expected the target layers to read, "
+                "distinct and ascending."
+            )
+        if self.mask_token_id is None or not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}; expected an id of the target's embeddings "
+                f"(0 to {self.vocab_size - 1}) that no text contains."
+            )
+        if self.num_steps < 1:
+            raise ValueError(
+                f"block_size is {self.block_size}: no slot is left to predict. Raise it."
+            )
+        unknown = sorted(set(layers) - set(LAYER_TYPES))
+        if unknown or len(layers) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types is {layers}; expected {self.num_hidden_layers} entries "
+                f"(num_hidden_layers), each one of {', '.join(LAYER_TYPES)}."
+            )
+        if LAYER_TYPES[1] in layers and (self.sliding_window or 0) < 1:
+            raise ValueError(
+                f"layer_types has sliding layers, but sliding_window is {self.sliding_window}; "
+                "expected a number of positions."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of step 0."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Per layer, in positions; None: full attention."""
+        kinds = self.layer_types or []
+        return [self.sliding_window if kind == LAYER_TYPES[1] else None for kind in kinds]
+
+
+@dataclass
+class BlockState:
+    """One sequence's context: keys and values of the positions before the anchor."""
+
+    cache: SequenceCache
+    rope: Rope
+    """[capacity, 1, head_dim] each."""
+
+
+@dataclass
+class _KeptPlan:
+    """The blocks of a batch, for one forward and one normaliser."""
+
+    plan: BlockPlan
+    used_by: set[str]
+
+
+class BlockDraft(PreTrainedModel):
+    """A `TrainableDraft` for the training loop and a `BlockDrafter` for the decoder."""
+
+    config: BlockDraftConfig
+    layers: Sequence[DraftLayer]  # An nn.ModuleList, typed by what it holds.
+    # Empty: layers are called in parts, so a wrapper around a layer would never see its forward.
+    _no_split_modules: list[str] = []
+    cumulative_supervision = False
+    """Whether the first unsupervised label ends a block."""
+
+    def __init__(self, config: BlockDraftConfig) -> None:
+        config.check_block()
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        layers = [DraftLayer(config, reads_tokens=False) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.fc = nn.Linear(len(config.aux_layer_ids or ()) * size, size, bias=False)
+        self.hidden_norm = LlamaRMSNorm(size, eps)
+        self.norm = LlamaRMSNorm(size, eps)
+        self._target: tuple[nn.Module, ...] = ()
+        self._target_head: tuple[TargetHead, ...] = ()
+        self._plans: Any = WeakIdKeyDictionary()  # TrainBatch -> _KeptPlan, as long as it lives.
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        # Variance-preserving at any width: 0.02 is small for narrow drafts, large for wide ones.
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+    @property
+    def aux_layer_ids(self) -> tuple[int, ...]:
+        """Target layers whose outputs this draft reads, ascending."""
+        return tuple(self.config.aux_layer_ids or ())
+
+    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
+        """Shares the target's frozen embeddings and head.
+
+        Tuples keep them out of the module tree: no optimizer, wrapper or checkpoint sees them.
+
+        Raises:
+            ValueError: there is no head, or it does not fit the draft's sizes.
+        """
+        if not isinstance(head, TargetHead):
+            raise ValueError(
+                "This draft predicts with the target's head: pass attach_target(embed_tokens="
+                f"..., head=TargetHead); found {type(head).__name__}."
+            )
+        found = (head.vocab_size, head.hidden_size)
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        if found != expected:
+            raise ValueError(
+                f"The target's head is {found[0]} x {found[1]} (vocabulary x hidden), but this "
+                f"draft was made for {expected[0]} x {expected[1]}: it belongs to another target."
+            )
+        self._target = (embed_tokens,)
+        self._target_head = (head,)
+
+    @torch.no_grad()
+    def start_quietly(self, target_head: TargetHead) -> None:
+        """Starts `norm` so that the head's logits spread by about 1: an untrained draft is unsure.
+
+        At ones it is confidently wrong. Measured on SmolLM2-135M, DFlash, two layers, block 8, 30
+        updates of 512 tokens (one seed): training loss of the last ten 8.97 -> 7.83.
+        """
+        rows = target_head.weight.float().pow(2).sum(-1)
+        self.norm.weight.fill_(float(rows.mean().rsqrt().clamp(max=1.0)))
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        if not self._target:
+            raise ValueError(
+                "The draft has no embeddings yet: call attach_target(embed_tokens=..., head=...) "
+                "first."
+            )
+        with torch.no_grad():
+            return self._target[0](token_ids).to(self.dtype)
+
+    def _slot_inputs(self, anchor_tokens: Tensor) -> Tensor:
+        """[blocks] token ids -> [blocks * slots, hidden]: the anchor's embedding, then masks."""
+        mask = self.config.mask_token_id
+        assert mask is not None, "checked when the draft was made"
+        ids = anchor_tokens.new_full((len(anchor_tokens), self.config.block_size), mask)
+        ids[:, 0] = anchor_tokens
+        return self._embed(ids.flatten())
+
+    def _context(self, features: Tensor) -> Tensor:
+        """[context, layers * hidden] -> [context, hidden], what every layer's keys read."""
+        return self.hidden_norm(self.fc(features))
+
+    def _rope_table(self, positions: int) -> Rope:
+        """cos and sin of positions 0..positions-1: [positions, 1, head_dim] each."""
+        place = next(self.parameters())
+        cos, sin = self.rotary_emb(place, torch.arange(positions, device=place.device)[None])
+        return cos.transpose(0, 1), sin.transpose(0, 1)
+
+    # Training.
+
+    @property
+    def step_weights(self) -> Tensor:
+        """[steps] float32, of the loss."""
+        steps = torch.arange(self.config.num_steps, device=self.device)
+        return torch.exp(-steps / self.config.decay)
+
+    def choose_anchors(self, batch: TrainBatch) -> Tensor:
+        """[blocks] flat positions; drawn anew for every step of training, else evenly spread."""
+        candidates = anchor_candidates(batch)
+        return choose_anchors(candidates, self.config.num_anchors, random=self.training)
+
+    def _plan_for(self, batch: TrainBatch, user: str) -> BlockPlan:
+        """The blocks of a batch: what `normaliser` counts is what `forward` trains on.
+
+        Either may come first. A plan serves each of them once, so that a batch that comes again
+        gets new anchors.
+        """
+        kept = self._plans.get(batch)
+        if kept is None or user in kept.used_by:
+            plan = plan_blocks(
+                batch,
+                self.choose_anchors(batch),
+                num_steps=self.config.num_steps,
+                cumulative=self.cumulative_supervision,
+            )
+            kept = self._plans[batch] = _KeptPlan(plan, set())
+        kept.used_by.add(user)
+        return kept.plan
+
+    def normaliser(self, batch: TrainBatch) -> Tensor:
+        """[] float64: the sum of the weights of all supervised predictions."""
+        plan = self._plan_for(batch, "normaliser")
+        return (plan.supervised.sum(0) * self.step_weights.double()).sum()
+
+    def forward(
+        self, batch: TrainBatch, *, target_head: nn.Module, objective: Objective
+    ) -> TrainOutput:
+        """Predicts the blocks of one batch.
+
+        Args:
+            batch: See `TrainBatch`.
+            target_head: The target's frozen head.
+            objective: What the predictions are taught by.
+        """
+        plan = self._plan_for(batch, "forward")
+        slots = self._backbone(batch, plan)  # [blocks, slots, hidden]
+        hidden = slots[:, self.config.first_slot :]  # [blocks, steps, hidden]
+        before = self._tokens_before(batch, plan)
+        supervised = plan.supervised
+        weights = self.step_weights.expand(supervised.shape)[supervised]
+        predictions = Predictions(
+            draft_hidden=hidden[supervised][None],
+            draft_head_weight=target_head.weight,  # type: ignore[arg-type]
+            target_hidden=batch.final_hidden_states.flatten(0, 1)[plan.places[supervised]],
+            supervised=torch.ones_like(weights, dtype=torch.bool)[None],
+            weights=weights[None],
+            draft_to_target=None,
+            labels=plan.labels[supervised],
+            shares_target_head=True,
+            **self._correction_of_predictions(hidden, before, plan),
+        )
+        output = objective(predictions, target_head)
+        sums = block_sums(plan, output, self.step_weights)
+        return self._output(hidden, before, plan, output, sums)
+
+    def _tokens_before(self, batch: TrainBatch, plan: BlockPlan) -> Tensor:
+        """[blocks, steps] the token before the one that a step predicts: the anchor's, then the
+        text's. Where the text has ended it is the anchor's, and nothing is supervised."""
+        return batch.input_ids.flatten()[plan.places]
+
+    def _backbone(self, batch: TrainBatch, plan: BlockPlan) -> Tensor:
+        """[blocks, slots, hidden] after the last norm."""
+        slots = self.config.block_size
+        positions = batch.position_ids.flatten()
+        table = self._rope_table(int(positions.max()) + slots)
+        places = positions[plan.anchors][:, None] + torch.arange(slots, device=positions.device)
+        rope = table[0][places.flatten()], table[1][places.flatten()]
+        seen = positions[plan.context]
+        context_rope = table[0][seen], table[1][seen]
+        context = self._context(batch.aux_hidden_states.flatten(0, 1)[plan.context])
+        hidden = self._slot_inputs(batch.input_ids.flatten()[plan.anchors])
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            inputs, residual = layer.enter(hidden)
+            attention = layer.self_attn
+            query = attention.queries(inputs, rope)
+            key, value = attention.keys_values(inputs, rope)
+            context_key, context_value = attention.keys_values(context, context_rope)
+            attended = block_attention(
+                query.unflatten(0, (-1, slots)),
+                key.unflatten(0, (-1, slots)),
+                value.unflatten(0, (-1, slots)),
+                context_key,
+                context_value,
+                plan=plan,
+                window=window,
+            )
+            hidden = layer.finish(residual, attended.flatten(0, 1))
+        return self.norm(hidden).unflatten(0, (-1, slots))
+
+    # What a method may add.
+
+    def _correction_of_predictions(
+        self,
+        hidden: Tensor,  # noqa: ARG002
+        before: Tensor,  # noqa: ARG002
+        plan: BlockPlan,  # noqa: ARG002
+    ) -> dict[str, Any]:
+        """Arguments of `Predictions` for what is added to the head's logits.
+
+        Args:
+            hidden: [blocks, steps, hidden].
+            before: [blocks, steps] token ids.
+            plan: Of the batch.
+        """
+        return {}
+
+    def _output(
+        self,
+        hidden: Tensor,  # noqa: ARG002
+        before: Tensor,  # noqa: ARG002
+        plan: BlockPlan,  # noqa: ARG002
+        output: ObjectiveOutput,
+        sums: dict[str, Tensor],
+    ) -> TrainOutput:
+        """The loss of a batch; methods may add terms."""
+        return TrainOutput(output.loss_sum, sums)
+
+    def _proposal(self, hidden: Tensor, logits: Tensor) -> Proposal:  # noqa: ARG002
+        """What `propose_tokens` reads.
+
+        Args:
+            hidden: [sequences, steps, hidden].
+            logits: [sequences, steps, vocab] of the target's head on it.
+        """
+        return Proposal(logits)
+
+    # Drafting.
+
+    def start(self, max_length: int) -> BlockState:
+        """An empty context cache for one sequence of at most `max_length` tokens."""
+        limit = self.config.max_position_embeddings
+        state = BlockState(SequenceCache(), self._rope_table(0))
+        self._reserve(state, min(max_length + self.config.block_size, limit))
+        return state
+
+    @torch.no_grad()
+    def propose(
+        self,
+        contexts: Sequence[DraftContext],
+        states: Sequence[BlockState],
+        *,
+        num_draft_tokens: Sequence[int],
+        sampling: Sequence[SamplingSettings],
+        generators: Sequence[torch.Generator | None],
+    ) -> list[Draft]:
+        """Reads the committed features and proposes one block per sequence; see `BlockDrafter`.
+
+        A sequence whose block would pass the last position gets no draft, now or later.
+
+        Raises:
+            ValueError: a context does not continue what its state has seen.
+        """
+        drafts = [Draft.nothing(context.token_ids) for context in contexts]
+        limit = self.config.max_position_embeddings
+        fits = [
+            index
+            for index, context in enumerate(contexts)
+            if context.token_ids.shape[1] - 1 + self.config.block_size <= limit
+        ]
+        if not fits:
+            return drafts
+        chosen = [contexts[index] for index in fits]
+        hidden = self._read(chosen, [states[index] for index in fits])
+        counts = [min(num_draft_tokens[index], self.config.num_steps) for index in fits]
+        first = self.config.first_slot
+        hidden = hidden[:, first : first + max(counts)]  # [sequences, steps, hidden]
+        head = self._target_head[0]
+        made = propose_tokens(
+            self._proposal(hidden, head(hidden.to(head.weight.dtype))),
+            chosen,
+            counts=counts,
+            sampling=[sampling[index] for index in fits],
+            generators=[generators[index] for index in fits],
+        )
+        for index, draft in zip(fits, made, strict=True):
+            drafts[index] = draft
+        return drafts
+
+    def _read(self, contexts: Sequence[DraftContext], states: Sequence[BlockState]) -> Tensor:
+        """[sequences, slots, hidden] after the last norm, and the context's entries are kept."""
+        slots = self.config.block_size
+        context, context_rope = self._new_context(contexts, states)
+        counts = [one.aux_hidden_states.shape[1] for one in contexts]
+        anchors = [one.token_ids.shape[1] - 1 for one in contexts]
+        ropes = [
+            (state.rope[0][anchor : anchor + slots], state.rope[1][anchor : anchor + slots])
+            for state, anchor in zip(states, anchors, strict=True)
+        ]
+        rope = torch.cat([cos for cos, _ in ropes]), torch.cat([sin for _, sin in ropes])
+        hidden = self._slot_inputs(torch.cat([one.token_ids[0, -1:] for one in contexts]))
+        layers = zip(self.layers, self.config.windows, strict=True)
+        for index, (layer, window) in enumerate(layers):
+            inputs, residual = layer.enter(hidden)
+            queries = layer.self_attn.queries(inputs, rope).split(slots)
+            own = layer.self_attn.keys_values(inputs, rope)
+            read = layer.self_attn.keys_values(context, context_rope)
+            attended = []
+            for row, (state, anchor) in enumerate(zip(states, anchors, strict=True)):
+                # The new positions', then the slots', [kv_heads, new, head_dim].
+                entries = [
+                    torch.cat([new.split(counts)[row], block.split(slots)[row]]).transpose(0, 1)
+                    for new, block in zip(read, own, strict=True)
+                ]
+                seen = state.cache.write(index, state.cache.committed, entries[0], entries[1])
+                mask = _visible(anchor, slots, window, hidden.device)
+                attended.append(cached_attention(queries[row], *seen, keep_mask=mask))
+            hidden = layer.finish(residual, torch.cat(attended))
+        for state, count in zip(states, counts, strict=True):
+            state.cache.keep(range(count))
+        return self.norm(hidden).unflatten(0, (-1, slots))
+
+    def _new_context(
+        self, contexts: Sequence[DraftContext], states: Sequence[BlockState]
+    ) -> tuple[Tensor, Rope]:
+        """[rows, hidden] of the positions committed since the last round, and their rotations."""
+        cos, sin = [], []
+        for context, state in zip(contexts, states, strict=True):
+            length, new = context.token_ids.shape[1], context.aux_hidden_states.shape[1]
+            first = length - 1 - new
+            if first != state.cache.committed or not new:
+                raise ValueError(
+                    f"The draft's cache holds {state.cache.committed} committed positions, but the "
+                    f"context brings the features of positions {first} to {length - 2}. Pass every "
+                    "committed position once, in order, with the state that start() made for this "
+                    "sequence."
+                )
+            self._reserve(state, length - 1 + self.config.block_size)
+            cos.append(state.rope[0][first : length - 1])
+            sin.append(state.rope[1][first : length - 1])
+        features = torch.cat([context.aux_hidden_states[0] for context in contexts])
+        return self._context(features.to(self.dtype)), (torch.cat(cos), torch.cat(sin))
+
+    def _reserve(self, state: BlockState, positions: int) -> None:
+        """Room for `positions` entries, and rotary tables as long as the cache."""
+        if state.cache.reserve(positions, limit=self.config.max_position_embeddings):
+            state.rope = self._rope_table(state.cache.capacity)
+
+
+def _visible(anchor: int, slots: int, window: int | None, device: torch.device) -> Tensor:
+    """[slots, anchor + slots] bool, what the slots see of context and block while drafting."""
+    total = anchor + slots
+    hidden = slots_hidden(slots, window, device)
+    if hidden is None or window is None:
+        return torch.ones(slots, total, dtype=torch.bool, device=device)
+    own = torch.arange(anchor, total, device=device)[:, None]
+    context = torch.arange(anchor, device=device) > own - window
+    return torch.cat([context, ~hidden], dim=1)
