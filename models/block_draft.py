@@ -30,9 +30,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import LlamaConfig, PreTrainedModel
-from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.block_anchors import (
     BlockPlan,
@@ -44,6 +42,7 @@ from draftsmith.models.block_anchors import (
 from draftsmith.models.block_attention import block_attention, slots_hidden
 from draftsmith.models.block_proposal import Proposal, propose_tokens
 from draftsmith.models.draft_layer import DraftLayer, Rope
+from draftsmith.models.layered_draft import LayeredDraft, LayeredDraftConfig
 from draftsmith.models.protocols import (
     Draft,
     DraftContext,
@@ -61,7 +60,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @strict
-class BlockDraftConfig(LlamaConfig):
+class BlockDraftConfig(LayeredDraftConfig):
     """Sizes of the layers, the block, and how the draft was trained; `vocab_size` is the target's.
 
     What other programs have to know is always written: layout, mask token, layers, block size.
@@ -87,22 +86,11 @@ class BlockDraftConfig(LlamaConfig):
     """Step j of the loss weighs exp(-j / decay)."""
     num_anchors: int = 512
     """Blocks that a batch is trained on."""
-    target_fingerprint: dict[str, str] | None = None
-    """Of the target that this draft was trained for."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.tie_word_embeddings = False
         if self.layer_types is None:
             self.layer_types = [LAYER_TYPES[0]] * self.num_hidden_layers
-
-    def validate_architecture(self) -> None:
-        """Replaces Llama's check: with its own head_dim, heads need not divide hidden_size."""
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})."
-            )
 
     def check_block(self) -> None:
         """Raises ValueError where the settings of the block contradict each other."""
@@ -167,39 +155,22 @@ class _KeptPlan:
     used_by: set[str]
 
 
-class BlockDraft(PreTrainedModel):
+class BlockDraft(LayeredDraft):
     """A `TrainableDraft` for the training loop and a `BlockDrafter` for the decoder."""
 
     config: BlockDraftConfig
-    layers: Sequence[DraftLayer]  # An nn.ModuleList, typed by what it holds.
-    # Empty: layers are called in parts, so a wrapper around a layer would never see its forward.
-    _no_split_modules: list[str] = []
     cumulative_supervision = False
     """Whether the first unsupervised label ends a block."""
 
     def __init__(self, config: BlockDraftConfig) -> None:
         config.check_block()
-        super().__init__(config)
-        size, eps = config.hidden_size, config.rms_norm_eps
         layers = [DraftLayer(config, reads_tokens=False) for _ in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        super().__init__(config, layers)
+        size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.aux_layer_ids or ()) * size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps)
         self.norm = LlamaRMSNorm(size, eps)
-        self._target: tuple[nn.Module, ...] = ()
-        self._target_head: tuple[TargetHead, ...] = ()
         self._plans: Any = WeakIdKeyDictionary()  # TrainBatch -> _KeptPlan, as long as it lives.
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        # Variance-preserving at any width: 0.02 is small for narrow drafts, large for wide ones.
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        else:
-            super()._init_weights(module)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:
@@ -209,25 +180,11 @@ class BlockDraft(PreTrainedModel):
     def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
         """Shares the target's frozen embeddings and head.
 
-        Tuples keep them out of the module tree: no optimizer, wrapper or checkpoint sees them.
-
         Raises:
             ValueError: there is no head, or it does not fit the draft's sizes.
         """
-        if not isinstance(head, TargetHead):
-            raise ValueError(
-                "This draft predicts with the target's head: pass attach_target(embed_tokens="
-                f"..., head=TargetHead); found {type(head).__name__}."
-            )
-        found = (head.vocab_size, head.hidden_size)
-        expected = (self.config.vocab_size, self.config.hidden_size)
-        if found != expected:
-            raise ValueError(
-                f"The target's head is {found[0]} x {found[1]} (vocabulary x hidden), but this "
-                f"draft was made for {expected[0]} x {expected[1]}: it belongs to another target."
-            )
-        self._target = (embed_tokens,)
-        self._target_head = (head,)
+        super().attach_target(embed_tokens=embed_tokens)
+        self._attach_head(head)
 
     @torch.no_grad()
     def start_quietly(self, target_head: TargetHead) -> None:
@@ -238,15 +195,6 @@ class BlockDraft(PreTrainedModel):
         """
         rows = target_head.weight.float().pow(2).sum(-1)
         self.norm.weight.fill_(float(rows.mean().rsqrt().clamp(max=1.0)))
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        if not self._target:
-            raise ValueError(
-                "The draft has no embeddings yet: call attach_target(embed_tokens=..., head=...) "
-                "first."
-            )
-        with torch.no_grad():
-            return self._target[0](token_ids).to(self.dtype)
 
     def _slot_inputs(self, anchor_tokens: Tensor) -> Tensor:
         """[blocks] token ids -> [blocks * slots, hidden]: the anchor's embedding, then masks."""
@@ -259,12 +207,6 @@ class BlockDraft(PreTrainedModel):
     def _context(self, features: Tensor) -> Tensor:
         """[context, layers * hidden] -> [context, hidden], what every layer's keys read."""
         return self.hidden_norm(self.fc(features))
-
-    def _rope_table(self, positions: int) -> Rope:
-        """cos and sin of positions 0..positions-1: [positions, 1, head_dim] each."""
-        place = next(self.parameters())
-        cos, sin = self.rotary_emb(place, torch.arange(positions, device=place.device)[None])
-        return cos.transpose(0, 1), sin.transpose(0, 1)
 
     # Training.
 

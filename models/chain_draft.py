@@ -24,12 +24,10 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
-from transformers import initialization as init
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.models.draft_layer import DraftLayer, Rope
 from draftsmith.models.draft_reader import DraftState, RowsToRead, run_layers
+from draftsmith.models.layered_draft import LayeredDraft, LayeredDraftConfig
 from draftsmith.models.protocols import (
     DraftContext,
     Frontier,
@@ -49,14 +47,12 @@ OWN_TOKEN_LOGITS = 2**22
 
 
 @strict
-class ChainDraftConfig(LlamaConfig):
+class ChainDraftConfig(LayeredDraftConfig):
     """A Llama layer's sizes and how the draft was trained; `vocab_size` is the target's."""
 
     num_hidden_layers: int = 1
     draft_vocab_size: int | None = None
     """Tokens that the draft can propose; None: all of the target's."""
-    qk_norm: bool = False
-    """RMS norms on queries and keys, as in Qwen3."""
     rope_offset: int = 0
     """0: the rotary position of a slot is its feature's. 1: its token's, one further."""
     step_weights: list[float] | None = None
@@ -70,12 +66,9 @@ class ChainDraftConfig(LlamaConfig):
     """What the loss sum is divided by, see `ChainMethod`."""
     checkpoint_steps: bool = False
     """Recompute each unrolled step in the backward pass instead of keeping what it held."""
-    target_fingerprint: dict[str, str] | None = None
-    """Of the target that this draft was trained for."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.tie_word_embeddings = False
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.step_weights is None:
@@ -86,42 +79,18 @@ class ChainDraftConfig(LlamaConfig):
         """The loss weights of the published training."""
         raise NotImplementedError
 
-    def validate_architecture(self) -> None:
-        """Replaces Llama's check: with its own head_dim, heads need not divide hidden_size."""
-        if self.num_attention_heads % (self.num_key_value_heads or 1):
-            raise ValueError(
-                f"num_attention_heads is {self.num_attention_heads}, expected a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})."
-            )
 
-
-class ChainDraft(PreTrainedModel):
+class ChainDraft(LayeredDraft):
     """A `TrainableDraft` for the training loop and an `AutoregressiveDraft` for the decoder."""
 
     config: ChainDraftConfig
-    layers: Sequence[DraftLayer]  # An nn.ModuleList, typed by what it holds.
-    # Empty: layers are called in parts, so a wrapper around a layer would never see its forward.
-    _no_split_modules: list[str] = []
 
     def __init__(self, config: ChainDraftConfig, layers: Sequence[DraftLayer]) -> None:
-        super().__init__(config)
-        self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        super().__init__(config, layers)
         assert config.draft_vocab_size is not None, "set by the config class"
         register_vocabulary_buffers(
             self, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size
         )
-        self._target_embeddings: tuple[nn.Module, ...] = ()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        # Variance-preserving at any width: 0.02 is small for narrow drafts, large for wide ones.
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        else:
-            super()._init_weights(module)
 
     # What a method is.
 
@@ -182,27 +151,9 @@ class ChainDraft(PreTrainedModel):
         """[draft_vocab] absolute target ids of the draft's logits; None: the full vocabulary."""
         return draft_to_target(self)
 
-    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:  # noqa: ARG002
-        """Shares the target's frozen embeddings.
-
-        A tuple keeps them out of the module tree: no optimizer, wrapper or checkpoint sees them.
-        """
-        self._target_embeddings = (embed_tokens,)
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        if not self._target_embeddings:
-            raise ValueError(
-                "The draft has no embeddings yet: call attach_target(embed_tokens=...) first."
-            )
-        with torch.no_grad():
-            return self._target_embeddings[0](token_ids).to(self.dtype)
-
-    def _rope_table(self, positions: int) -> Rope:
-        """cos and sin of positions 0..positions-1: [positions, 1, head_dim] each."""
-        place = next(self.parameters())
-        ids = torch.arange(positions, device=place.device) + self.config.rope_offset
-        cos, sin = self.rotary_emb(place, ids[None])  # [1, positions, head_dim]
-        return cos.transpose(0, 1), sin.transpose(0, 1)
+    def _table(self, positions: int) -> Rope:
+        """cos and sin of the first `positions` slots."""
+        return self._rope_table(positions, offset=self.config.rope_offset)
 
     def normaliser(self, batch: TrainBatch) -> Tensor:
         """[] float64, as the option `normalisation` says; known before any forward."""
@@ -258,7 +209,7 @@ class ChainDraft(PreTrainedModel):
     def _unroll(self, batch: TrainBatch, plan: SlotPlan, target_head: nn.Module) -> list[Tensor]:
         """The fed-back state of each step, [active, hidden]."""
         positions = batch.position_ids.flatten()
-        rope = self._rope_table(int(positions.max()) + len(self.step_weights))
+        rope = self._table(int(positions.max()) + len(self.step_weights))
         tokens = self._tokens(self._embed(batch.input_ids.flatten()))  # [batch * seq, hidden]
         features = self._features(batch).flatten(0, 1).index_select(0, plan.pairs)
         sources = self.config.step_tokens or ["true"] * len(self.step_weights)
@@ -308,7 +259,7 @@ class ChainDraft(PreTrainedModel):
 
     def start(self, max_length: int) -> DraftState:
         """An empty key/value cache for one sequence of at most `max_length` tokens."""
-        state = DraftState(SequenceCache(), self._rope_table(0))
+        state = DraftState(SequenceCache(), self._table(0))
         self._reserve(state, min(max_length, self.config.max_position_embeddings))
         return state
 
@@ -379,7 +330,7 @@ class ChainDraft(PreTrainedModel):
     def _reserve(self, state: DraftState, positions: int) -> None:
         """Room for `positions` entries, and rotary tables as long as the cache."""
         if state.cache.reserve(positions, limit=self.config.max_position_embeddings):
-            state.rope = self._rope_table(state.cache.capacity)
+            state.rope = self._table(state.cache.capacity)
 
 
 def _following_tokens(batch: TrainBatch, places: Tensor) -> Tensor:

@@ -100,7 +100,6 @@ class EagleDraft(ChainDraft):
         super().__init__(config, layers)
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
-        self._target_head: tuple[TargetHead, ...] = ()
         self.post_init()
 
     @torch.no_grad()
@@ -126,19 +125,7 @@ class EagleDraft(ChainDraft):
             ValueError: there is no head, or it does not fit the draft's sizes.
         """
         super().attach_target(embed_tokens=embed_tokens)
-        if not isinstance(head, TargetHead):
-            raise ValueError(
-                "An EAGLE-1 draft predicts with the target's head: pass attach_target(embed_tokens="
-                f"..., head=TargetHead); found {type(head).__name__}."
-            )
-        found = (head.vocab_size, head.hidden_size)
-        expected = (self.config.vocab_size, self.config.hidden_size)
-        if found != expected:
-            raise ValueError(
-                f"The target's head is {found[0]} x {found[1]} (vocabulary x hidden), but this "
-                f"draft was made for {expected[0]} x {expected[1]}: it belongs to another target."
-            )
-        self._target_head = (head,)
+        self._attach_head(head)
 
     def _features(self, source: TrainBatch | DraftContext) -> Tensor:
         features = source.final_hidden_states

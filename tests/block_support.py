@@ -78,7 +78,7 @@ def reference_block(draft: Any, features: Tensor, anchor_token: int) -> Tensor:
     slots, anchor, size = config.block_size, len(features), config.head_dim
     context = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     ids = [anchor_token] + [config.mask_token_id] * (slots - 1)
-    hidden = draft._target[0](torch.tensor(ids))
+    hidden = draft._target_embeddings[0](torch.tensor(ids))
     for number, kind in enumerate(config.layer_types):
 
         def weight(name: str, number: int = number) -> Tensor:
