@@ -100,6 +100,8 @@ class EagleDraft(ChainDraft):
         super().__init__(config, layers)
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
+        self._drafting_head: tuple[Tensor, Tensor | None] | tuple[()] = ()
+        """The head's rows and bias of a reduced vocabulary, gathered once for drafting."""
         self.post_init()
 
     @torch.no_grad()
@@ -126,6 +128,7 @@ class EagleDraft(ChainDraft):
         """
         super().attach_target(embed_tokens=embed_tokens)
         self._attach_head(head)
+        self._drafting_head = ()
 
     def _features(self, source: TrainBatch | DraftContext) -> Tensor:
         features = source.final_hidden_states
@@ -167,8 +170,10 @@ class EagleDraft(ChainDraft):
         ids = self.draft_to_target
         if ids is None:
             return head(head_input.to(head.weight.dtype))
-        bias = None if head.bias is None else head.bias[ids]
-        weight = self._draft_rows(head)
+        if not self._drafting_head:
+            bias = None if head.bias is None else head.bias.detach()[ids.to(head.bias.device)]
+            self._drafting_head = (self._draft_rows(head).detach(), bias)
+        weight, bias = self._drafting_head
         return head.transform(F.linear(head_input.to(weight.dtype), weight, bias))
 
     def _draft_rows(self, head: TargetHead) -> Tensor:
