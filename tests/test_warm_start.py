@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,26 @@ def test_another_programs_checkpoint_starts_a_run(
     for name, weight in before.named_parameters():
         torch.testing.assert_close(after.get_parameter(name), weight, rtol=0, atol=1e-6)
     assert torch.equal(after.d2t, before.d2t)
+
+
+def test_layers_that_a_checkpoint_does_not_name_are_said_to_be_this_runs(
+    inputs: support.Inputs, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from draftsmith.conf.schema import ExportConfig, TargetConfig
+    from draftsmith.models.export import run
+
+    folder = tmp_path / "foreign"
+    target = TargetConfig(name_or_path=str(inputs.target))
+    run(ExportConfig(draft=str(finished), format="vllm", output=str(folder), target=target))
+    config = json.loads((folder / "config.json").read_text())
+    for node in (config, config.get("eagle_config", {})):
+        node.pop("eagle_aux_hidden_state_layer_ids", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    capsys.readouterr()
+    start(inputs, tmp_path / "run", folder)
+    said = capsys.readouterr().out
+    assert "does not say which target layers it reads" in said
+    assert "[0, 1, 2] (0-based outputs)" in said
 
 
 def test_a_vocabulary_choice_without_a_checkpoint_is_refused(inputs: support.Inputs) -> None:

@@ -64,6 +64,8 @@ class WarmStart:
     folder: str
     config: Any
     tensors: dict[str, Tensor]
+    remark: str = ""
+    """What had to be assumed of it."""
 
     @property
     def draft_to_target(self) -> Tensor | None:
@@ -88,13 +90,17 @@ def read_warm_start(folder: str, target: TargetConfig, aux_layer_ids: Sequence[i
     if recognise_foreign(path) is None:
         draft = load_draft(path, dtype="float32", device="cpu")
         return WarmStart(folder, draft.config, dict(draft.state_dict()))
-    facts = read_target_facts(target)
+    facts, remark = read_target_facts(target), ""
     try:
         found = read_foreign(path, target=facts)
     except ValueError:
         if not aux_layer_ids:
             raise
         found = read_foreign(path, aux_layer_ids=aux_layer_ids, target=facts)
+        remark = (
+            f"; it does not say which target layers it reads, so this run's are taken for them: "
+            f"{list(aux_layer_ids)} (0-based outputs)"
+        )
     if found.embed_tokens is not None:
         head = read_target_head(target, float_dtype(found.tensors))
         check_embeddings(found, head, target.name_or_path)
@@ -102,7 +108,7 @@ def read_warm_start(folder: str, target: TargetConfig, aux_layer_ids: Sequence[i
         name: tensor.float() if tensor.is_floating_point() else tensor
         for name, tensor in found.tensors.items()
     }
-    return WarmStart(folder, found.config, tensors)
+    return WarmStart(folder, found.config, tensors, remark)
 
 
 def kept_vocabulary(start: WarmStart, counts: Tensor) -> DraftVocabulary | None:
@@ -136,7 +142,7 @@ def apply_warm_start(draft: Any, start: WarmStart, *, vocabulary: str) -> str:
     _check_layout(draft, start)
     found = dict(start.tensors)
     own = draft.state_dict()
-    said = f"Starting from {start.folder}"
+    said = f"Starting from {start.folder}{start.remark}"
     ids, own_ids = start.draft_to_target, getattr(draft, "draft_to_target", None)
     if not _same(ids, own_ids):
         if vocabulary == "same":
