@@ -186,6 +186,17 @@ def test_the_thread_count_is_put_back_after_the_run(inputs: support.Inputs, tmp_
     assert torch.get_num_threads() == before
 
 
+def test_the_choice_of_attention_is_said_in_the_log(inputs: support.Inputs, tmp_path: Path) -> None:
+    """In a process of its own: a choice is logged once."""
+    command = support.train_command(
+        tmp_path, inputs, "method=eagle3", "method.aux_layer_ids=[0,1,2]",
+        "method.draft_vocab_size=100", "train.max_steps=1", f"run_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    done = support.run_command(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Training-time test uses fused attention on cpu." in done.stderr
+
+
 def test_eagle3_trains_and_starts_from_the_weights_of_another_run(
     inputs: support.Inputs, tmp_path: Path
 ) -> None:

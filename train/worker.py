@@ -9,6 +9,7 @@ run folder, from its newest checkpoint, exactly as the file there says: Hydra ha
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -61,6 +62,21 @@ VERSIONED_PACKAGES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Prints what modules log about choices that they make, a line each, on the first process."""
+    log = logging.getLogger("draftsmith")
+    level, handler = log.level, logging.StreamHandler()
+    if os.environ.get("RANK", "0") == "0":
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
 def train_run_folder(run_dir: Path, preflight: Preflight | None = None) -> None:
     """Trains the run in `run_dir` in this process (one of several, under a launcher).
 
@@ -72,7 +88,7 @@ def train_run_folder(run_dir: Path, preflight: Preflight | None = None) -> None:
         ValueError: something in the settings or the run folder does not fit.
     """
     settings = read_config(run_dir)
-    with num_threads(settings.train.num_threads):
+    with shown_log(), num_threads(settings.train.num_threads):
         preflight = preflight or check_before_start(settings)
         accelerator = strategy.make_accelerator(settings)
         try:
