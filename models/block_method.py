@@ -8,28 +8,21 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.block_draft import LAYER_TYPES
-from draftsmith.models.draft_sizes import draft_layer_sizes
+from draftsmith.models.block_draft import LAYER_TYPES, BlockDraft
+from draftsmith.models.draft_sizes import SIZE_OPTIONS, draft_layer_sizes
 from draftsmith.models.method_options import (
     check_choice,
     check_flag,
     check_integer,
     check_list,
     check_number,
+    check_objective,
 )
 from draftsmith.models.target import TargetHead, validate_aux_layer_ids
 from draftsmith.models.target_source import load_tokenizer, loading_arguments, resolve_target
 
 NUM_FEATURE_LAYERS = 5
 """Target layers that are read when nothing is said (DFlash, DSpark: 5)."""
-
-_SIZES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
 
 
 def spread_feature_layers(num_target_layers: int) -> list[int]:
@@ -90,7 +83,7 @@ class BlockMethod:
         for name in ("num_hidden_layers", "num_anchors"):
             check_integer(f"method.{name}", getattr(self, name))
         check_integer("method.block_size", self.block_size, least=2)
-        for name in (*_SIZES, "sliding_window"):
+        for name in (*SIZE_OPTIONS, "sliding_window"):
             check_integer(f"method.{name}", getattr(self, name), optional=True)
         check_integer("method.mask_token_id", self.mask_token_id, least=0, optional=True)
         for name in ("qk_norm", "attention_bias"):
@@ -99,11 +92,7 @@ class BlockMethod:
         if self.aux_layer_ids is not None:
             check_list("method.aux_layer_ids", self.aux_layer_ids, int)
         self._check_layer_types()
-        if not isinstance(self.objective, dict) or not isinstance(self.objective.get("name"), str):
-            raise ValueError(
-                f"method.objective is {self.objective!r}, expected a mapping with a name, for "
-                "example {name: ce}."
-            )
+        check_objective(self.objective)
 
     def _check_layer_types(self) -> None:
         if self.layer_types is None:
@@ -134,6 +123,32 @@ class BlockMethod:
         if self.mask_token_id is not None and self.mask_token_id >= vocab_size:
             raise ValueError(_beyond(self.mask_token_id, vocab_size))
 
+    def make(self, settings: dict[str, Any]) -> BlockDraft:
+        """A fresh draft with the settings of `block_settings`; each method has its class."""
+        raise NotImplementedError
+
+    def build(
+        self,
+        target_head: TargetHead,
+        vocabulary: None,
+        aux_layer_ids: Sequence[int],
+        *,
+        target: Mapping[str, Any] | None = None,
+    ) -> BlockDraft:
+        """Makes a draft model for a target, float32, attached to it.
+
+        Args:
+            target_head: Config, embeddings and head of the target.
+            vocabulary: None, the draft proposes every token.
+            aux_layer_ids: The layers read.
+            target: How the target is loaded, see `block_settings`.
+        """
+        assert vocabulary is None, "draft_vocab_size is always null"
+        draft = self.make(self.block_settings(target_head, aux_layer_ids, target))
+        draft.start_quietly(target_head)
+        draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)
+        return draft
+
     def block_settings(
         self,
         target_head: TargetHead,
@@ -148,7 +163,7 @@ class BlockMethod:
             target: How the target is loaded (the arguments of `TargetModel.load`); None: unknown,
                 then mask_token_id must be set and is not compared with a tokenizer.
         """
-        overrides = {name: getattr(self, name) for name in _SIZES}
+        overrides = {name: getattr(self, name) for name in SIZE_OPTIONS}
         tokenizer = None if target is None else _load_tokenizer(target)
         kind = LAYER_TYPES[0 if self.sliding_window is None else 1]
         return draft_layer_sizes(target_head.config, overrides) | {

@@ -7,13 +7,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from draftsmith.models.draft_sizes import draft_layer_sizes
+from draftsmith.models.draft_sizes import SIZE_OPTIONS, draft_layer_sizes
 from draftsmith.models.method_options import (
     check_choice,
     check_flag,
     check_integer,
     check_list,
     check_number,
+    check_objective,
 )
 from draftsmith.models.target import TargetHead
 from draftsmith.models.ttt_slots import MASK_ALIGNMENTS
@@ -21,14 +22,6 @@ from draftsmith.models.ttt_slots import MASK_ALIGNMENTS
 NORMALISATIONS = ("supervised", "batch_tokens")
 ROPE_POSITIONS = ("feature", "token")
 STEP_TOKENS = ("true", "own")
-
-_SIZES = (
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
 
 
 class HasDraftToTarget(Protocol):
@@ -87,7 +80,7 @@ class ChainMethod:
     def __post_init__(self) -> None:
         for name in ("num_hidden_layers", "num_steps"):
             check_integer(f"method.{name}", getattr(self, name))
-        for name in (*_SIZES, "draft_vocab_size"):
+        for name in (*SIZE_OPTIONS, "draft_vocab_size"):
             check_integer(f"method.{name}", getattr(self, name), optional=True)
         for name in ("qk_norm", "attention_bias", "checkpoint_steps"):
             check_flag(f"method.{name}", getattr(self, name))
@@ -103,11 +96,7 @@ class ChainMethod:
                     "numbers >= 0, one per step (method.num_steps)."
                 )
         self._check_step_tokens()
-        if not isinstance(self.objective, dict) or not isinstance(self.objective.get("name"), str):
-            raise ValueError(
-                f"method.objective is {self.objective!r}, expected a mapping with a name, for "
-                "example {name: kl}."
-            )
+        check_objective(self.objective)
 
     def _check_step_tokens(self) -> None:
         if self.step_tokens is None:
@@ -148,7 +137,7 @@ class ChainMethod:
         Raises:
             ValueError: the heads do not fit each other, or a size is in no config.
         """
-        overrides = {name: getattr(self, name) for name in _SIZES}
+        overrides = {name: getattr(self, name) for name in SIZE_OPTIONS}
         decayed = [self.step_decay**step for step in range(self.num_steps)]
         sizes = draft_layer_sizes(target_head.config, overrides)
         _check_heads(sizes)

@@ -21,7 +21,6 @@ tests/test_dflash.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,6 @@ from huggingface_hub.dataclasses import strict
 
 from draftsmith.models.block_draft import BlockDraft, BlockDraftConfig
 from draftsmith.models.block_method import BlockMethod
-from draftsmith.models.target import TargetHead
 
 
 @strict
@@ -56,28 +54,6 @@ class DFlashDraft(BlockDraft):
 class DFlashMethod(BlockMethod):
     """The `method` node of a run: sizes of the draft and how it is trained."""
 
-    def build(
-        self,
-        target_head: TargetHead,
-        vocabulary: None,
-        aux_layer_ids: Sequence[int],
-        *,
-        target: Mapping[str, Any] | None = None,
-    ) -> DFlashDraft:
-        """Makes a draft model for a target, float32, attached to it.
-
-        Args:
-            target_head: Config, embeddings and head of the target.
-            vocabulary: None, the draft proposes every token.
-            aux_layer_ids: The layers read.
-            target: How the target is loaded, see `BlockMethod.block_settings`.
-        """
-        assert vocabulary is None, "draft_vocab_size is always null"
-        draft = DFlashDraft(
-            DFlashConfig(
-                **self.block_settings(target_head, aux_layer_ids, target), sample_from_anchor=False
-            )
-        )
-        draft.start_quietly(target_head)
-        draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)
-        return draft
+    def make(self, settings: dict[str, Any]) -> DFlashDraft:
+        """A fresh draft."""
+        return DFlashDraft(DFlashConfig(**settings, sample_from_anchor=False))

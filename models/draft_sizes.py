@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+SIZE_OPTIONS = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""Options of a method that override the target's sizes."""
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 """For targets without rotary embeddings (learned positions)."""
 DEFAULT_NORM_EPS = 1e-6

@@ -33,7 +33,6 @@ Axes: blocks, steps, hidden, vocab, rank, sequences (drafting together), rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +47,6 @@ from draftsmith.models.block_method import BlockMethod
 from draftsmith.models.block_proposal import Proposal
 from draftsmith.models.method_options import check_choice, check_flag, check_integer, check_number
 from draftsmith.models.protocols import LogitCorrection, ObjectiveOutput, TrainOutput
-from draftsmith.models.target import TargetHead
 
 SEQUENTIAL_HEADS = ("markov", "gated", "rnn", "none")
 
@@ -280,26 +278,11 @@ class DSparkMethod(BlockMethod):
                 "is no embedding to read. Set method.confidence_with_markov=false."
             )
 
-    def build(
-        self,
-        target_head: TargetHead,
-        vocabulary: None,
-        aux_layer_ids: Sequence[int],
-        *,
-        target: Mapping[str, Any] | None = None,
-    ) -> DSparkDraft:
-        """Makes a draft model for a target, float32, attached to it.
-
-        Args:
-            target_head: Config, embeddings and head of the target.
-            vocabulary: None, the draft proposes every token.
-            aux_layer_ids: The layers read.
-            target: How the target is loaded, see `BlockMethod.block_settings`.
-        """
-        assert vocabulary is None, "draft_vocab_size is always null"
-        draft = DSparkDraft(
+    def make(self, settings: dict[str, Any]) -> DSparkDraft:
+        """A fresh draft."""
+        return DSparkDraft(
             DSparkConfig(
-                **self.block_settings(target_head, aux_layer_ids, target),
+                **settings,
                 sample_from_anchor=True,
                 sequential_head=self.sequential_head,
                 markov_rank=self.markov_rank,
@@ -309,6 +292,3 @@ class DSparkMethod(BlockMethod):
                 confidence_detached=self.confidence_detached,
             )
         )
-        draft.start_quietly(target_head)
-        draft.attach_target(embed_tokens=target_head.embed_tokens, head=target_head)
-        return draft

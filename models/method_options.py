@@ -48,3 +48,12 @@ def check_list(name: str, values: Any, kind: type[int] | type[float]) -> None:
     ):
         what = "integers" if kind is int else "finite numbers"
         raise ValueError(f"{name} is {values!r}, expected a list of {what}, or null.")
+
+
+def check_objective(value: Any) -> None:
+    """Raises ValueError unless `value` is a mapping that names an objective."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(
+            f"method.objective is {value!r}, expected a mapping with a name, for example "
+            "{name: kl}."
+        )

@@ -46,7 +46,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from draftsmith.models.draft_rows import DraftRows
-from draftsmith.models.method_options import check_flag, check_integer, check_list
+from draftsmith.models.method_options import check_flag, check_integer, check_list, check_objective
 from draftsmith.models.packed import PackedModel, Segment
 from draftsmith.models.protocols import (
     DraftContext,
@@ -488,11 +488,7 @@ class SmallModelMethod:
                 "method.freeze_embeddings would keep random embeddings: "
                 "method.init_from_target is false. Set one of them."
             )
-        if not isinstance(self.objective, dict) or not isinstance(self.objective.get("name"), str):
-            raise ValueError(
-                f"method.objective is {self.objective!r}, expected a mapping with a name, for "
-                "example {name: kl}."
-            )
+        check_objective(self.objective)
 
     def chosen_layers(self, num_target_layers: int) -> list[int]:
         """The target's layers that a student is cut from."""
