@@ -509,6 +509,8 @@ def capture(
     Raises:
         ValueError: as `run`.
     """
+    from draftsmith.models.cpu_precision import slow_bfloat16
+
     folder = Path(config.cache)
     console = Console(quiet=not state.is_main_process, highlight=False, soft_wrap=True)
     plans = shards.plan_shards(scan.lengths, settings.shard_tokens)
@@ -517,6 +519,9 @@ def capture(
     number = "1 process" if state.num_processes == 1 else f"{state.num_processes} processes"
     processes = f"{number} on {target.device.type}"
     _describe(console, config, scan, settings, plans, needed, processes)
+    slow = slow_bfloat16(target.device, getattr(torch, config.target.dtype))
+    if slow:
+        console.print(f"{slow} target.dtype=float32 reads the target faster here.")
     if config.dry_run:
         speed = measure_tokens_per_second(target, dataset, settings, plans[0])
         seconds = sum(plan.num_tokens for plan in absent) / (speed * state.num_processes)

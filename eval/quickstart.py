@@ -13,6 +13,7 @@ on where it was. The result is OUTPUT/summary.json.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.resources
 import json
 import shlex
@@ -83,6 +84,21 @@ def target_overrides(config: QuickstartConfig) -> dict[str, Any]:
     return {"target": "local", "target.name_or_path": name}
 
 
+@functools.cache
+def precision(target_dtype: str, device: str, console: Any) -> tuple[str, str]:
+    """(dtype of the target, precision of training): float32 where bfloat16 is only emulated."""
+    import torch
+
+    from draftsmith.models.cpu_precision import slow_bfloat16
+
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    slow = slow_bfloat16(torch.device("cpu"), torch.bfloat16) if on_cpu else None
+    if slow is None:
+        return target_dtype, "bf16"
+    console.print(f"{slow} The target is read, and drafts are trained, in float32.")
+    return "float32" if target_dtype == "bfloat16" else target_dtype, "fp32"
+
+
 def changed(drafting: DraftingConfig) -> dict[str, Any]:
     """The policy, and what differs from its defaults."""
     given, preset = asdict(drafting), asdict(DraftingConfig(drafting.policy))
@@ -147,12 +163,14 @@ def cache_states(config: QuickstartConfig, story: Story) -> None:
     from draftsmith.data import capture
 
     settings: dict[str, Any] = {"data": f"{config.output}/data", "cache": f"{config.output}/cache"}
+    dtype, _ = precision(config.target.dtype, config.target.device, story.console)
+    shown = settings if dtype == config.target.dtype else {"target.dtype": dtype} | settings
     story.stage(
         "cache",
         "the target's hidden states, once",
-        f"draftsmith-cache {overrides(target_overrides(config) | settings)}",
+        f"draftsmith-cache {overrides(target_overrides(config) | shown)}",
     )
-    capture.run(CacheConfig(target=config.target, **settings))
+    capture.run(CacheConfig(target=replace(config.target, dtype=dtype), **settings))
     story.done()
 
 
@@ -162,12 +180,14 @@ def train_draft(config: QuickstartConfig, recipe: str, run_dir: str, story: Stor
     Raises:
         ValueError: training failed; its own message stands above.
     """
+    _, chosen = precision(config.target.dtype, config.target.device, story.console)
     arguments = [
         f"recipe={recipe}",
         *(f"{key}={value}" for key, value in target_overrides(config).items()),
         f"features.cache={config.output}/cache",
         f"run_dir={run_dir}",
         "resume=auto",
+        *([] if chosen == "bf16" else [f"train.precision={chosen}"]),
         *config.train_overrides,
     ]
     name = Path(run_dir).name

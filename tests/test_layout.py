@@ -21,8 +21,8 @@ ALLOWED = {
     "train": {"conf", "train", "data", "models"},
     "eval": {"conf", "eval", "inference", "models", "data"},
 }
-TARGET_SIDE = {"target", "target_source", "generation", "protocols"}
-"""What data/ may use of models/: the target adapter and its data types, never a draft model."""
+TARGET_SIDE = {"target", "target_source", "generation", "protocols", "cpu_precision"}
+"""What data/ may use of models/: the target adapter, its data types and device, never a draft model."""
 SHIPPED = {".py", ".yaml", ".jsonl", ".html", ".css", ".js"}
 
 

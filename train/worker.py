@@ -29,6 +29,7 @@ from torch import nn
 
 from draftsmith.conf.entry import fail
 from draftsmith.data.vocabulary import DraftVocabulary, build_draft_vocabulary
+from draftsmith.models.cpu_precision import slow_bfloat16
 from draftsmith.models.target import TargetHead, TargetModel
 from draftsmith.train import checkpoint, strategy
 from draftsmith.train.batch_plan import BatchPlan, hold_out
@@ -437,6 +438,10 @@ def describe(
         f"{len(plan.row_ids)} rows with {tokens} tokens to train on, {len(held_out)} held out; "
         f"{total_steps} steps; {trainable / 1e6:.2f} M trainable parameters"
     )
+    precision = torch.bfloat16 if loop.precision == "bf16" else torch.float32
+    slow = slow_bfloat16(accelerator.device, precision)
+    if slow:
+        accelerator.print(f"{slow} train.precision=fp32 trains faster here.")
     if features.num_cut:
         accelerator.print(
             f"{features.num_cut} rows are longer than train.max_length={loop.max_length} and are "
