@@ -28,6 +28,8 @@ COMPARE_DEFINITIONS = {
         "conditional_acceptance",
         "tokens_per_second",
         "timed",
+        "draft_ms",
+        "verify_ms",
         "round_overhead",
         "accepted_length_vllm",
         "accepted_length_spec_bench",
@@ -52,6 +54,7 @@ def lane_cells(lane: ComparedLane) -> list[str]:
         number(None if timed is None else timed.plain_tokens_per_second, 1),
         _speed(lane.speed_up),
         "-" if lane.is_plain else lossless_cell(overall),
+        number(overall.draft_ms, 1),
         "-" if overhead is None or lane.is_plain else f"{overhead:.1%}",
     ]
 
@@ -65,6 +68,7 @@ HEADS = (
     "plain\ntok/s",
     "speed\nup",
     "lossless",
+    "draft\nms",
     "over-\nhead",
 )
 
@@ -123,6 +127,8 @@ def _lane_json(lane: ComparedLane, path: str | None) -> dict[str, Any]:
         "tokens_per_second": lane.tokens_per_second,
         "speed_up": lane.speed_up,
         "lossless": result.overall.lossless.status,
+        "draft_ms": result.overall.draft_ms,
+        "verify_ms": result.overall.verify_ms,
         "round_overhead": result.overall.round_overhead,
         "overall": group_json(result.overall),
         "by_category": {name: group_json(one) for name, one in result.by_category.items()},

@@ -29,6 +29,8 @@ DEFINITIONS = {
     "counting generated ids",
     "seconds": "of all answers: reading prompts, inside the draft model, the target's forwards, "
     "everything else in rounds",
+    "draft_ms": "milliseconds of drafting, median over the rounds with drafted tokens",
+    "verify_ms": "milliseconds of the target's forward, median over the rounds with drafted tokens",
     "round_overhead": "other / (draft + verify): what a round costs beyond its forwards",
     "repetitive_answers": "answers of which one loop of up to 16 tokens covers at least half",
     "distinct_ratio": "mean over answers of different tokens / tokens",

@@ -6,6 +6,7 @@ included, on the same prompts in the same run.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -131,6 +132,10 @@ class GroupSummary:
     """prefill, draft, verify and other, summed."""
     round_overhead: float | None
     """other / (draft + verify): what a round costs beyond its forwards."""
+    draft_ms: float | None
+    """Milliseconds of drafting, median over the rounds with drafted tokens."""
+    verify_ms: float | None
+    """Milliseconds of the target's forward, median over the same rounds."""
     lossless: Losslessness
     repetitive_answers: int
     distinct_ratio: float
@@ -172,6 +177,10 @@ def throughput(timed: Sequence[tuple[Generation, float]]) -> float:
     return tokens / sum(seconds for _, seconds in timed)
 
 
+def _median_ms(seconds: Sequence[float]) -> float | None:
+    return 1000.0 * statistics.median(seconds) if seconds else None
+
+
 def summarise(results: Sequence[PromptResult], *, greedy: bool) -> GroupSummary:
     """Draws the numbers of at least one prompt together."""
     turns = [turn for result in results for turn in result.turns]
@@ -201,6 +210,8 @@ def summarise(results: Sequence[PromptResult], *, greedy: bool) -> GroupSummary:
         timed=compare_speed(turns),
         seconds=seconds,
         round_overhead=seconds["other"] / forwards if forwards else None,
+        draft_ms=_median_ms([record.draft_seconds for record in rounds if record.proposed]),
+        verify_ms=_median_ms([record.verify_seconds for record in rounds if record.proposed]),
         lossless=judge(turns, greedy=greedy),
         repetitive_answers=sum(turn.repetition.repetitive for turn in turns),
         distinct_ratio=sum(turn.repetition.distinct_ratio for turn in turns) / len(turns),

@@ -498,6 +498,17 @@ def test_what_a_round_costs_beyond_its_forwards_is_shown(result: EvaluationResul
     assert "a round costs 10.0% beyond its forwards" in words_of(found)
 
 
+def test_draft_time_is_the_median_of_rounds_that_draft(result: EvaluationResult) -> None:
+    one = hand_made([1] * 4, 1.0, [(3, 0, 1)] * 3 + [(0, 0, 1)], plain=None)
+    rounds = one.turns[0].generation.rounds
+    times = zip(rounds, (0.01, 0.02, 0.9, 0.0), strict=True)
+    one.turns[0].generation.rounds = [replace(r, draft_seconds=seconds) for r, seconds in times]
+    found = replace(result, prompts=[one])
+    assert found.overall.draft_ms == pytest.approx(20.0)
+    plain = hand_made([1], 1.0, [(0, 0, 1)], plain=None)
+    assert replace(result, prompts=[plain]).overall.draft_ms is None
+
+
 def test_looping_answers_are_pointed_out(result: EvaluationResult) -> None:
     """E11: great acceptance on a text that repeats itself."""
     stuck = hand_made([7] * 40, 1.0, [(3, 3, 4)] * 9, plain=None)
