@@ -49,9 +49,43 @@ class ProfileConfig:
 
 
 @dataclass
+class ExecuteConfig:
+    """Loads that are served for real: the engine on a real target with a real draft model, greedy.
+
+    Policies, answer lengths, requests per slot, drafted tokens and the seed are those of the
+    simulation.
+    """
+
+    draft: str | None = None
+    """Folder of a draft model, or of a training run; null: loads are only simulated."""
+    prompts: str = "bundled"
+    """As of draftsmith-evaluate: the held-out prompts that come with draftsmith, a JSONL file or a
+    `datasets` name. Only the first turn of each is asked."""
+    num_slots: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
+    """Closed loop: requests that are always in flight, one load each (our choice)."""
+    requests_per_second: list[float] = field(default_factory=list)
+    """Open loop: arrival rates, one load each, with the largest of num_slots as limit."""
+    repeats: int = 1
+    """Times that every policy serves every load, in turns and in another order each time."""
+    record_rounds: str | None = None
+    """JSONL file to write: the rounds of all prompts with every drafted token verified, for the
+    setting `rounds` of later simulations; null writes none."""
+
+    def __post_init__(self) -> None:
+        self.num_slots = sorted(set(self.num_slots))
+        require_at_least("execute.num_slots", min(self.num_slots, default=0), 1)
+        require_at_least("execute.repeats", self.repeats, 1)
+        if min(self.requests_per_second, default=1.0) <= 0.0:
+            raise ValueError("execute.requests_per_second must be above 0.")
+
+
+@dataclass
 class SimulateConfig:
     """draftsmith-simulate: throughput against load for several verification policies."""
 
+    target: TargetConfig = field(default_factory=lambda: TargetConfig(name_or_path=""))
+    """What is executed on; read with execute.draft only."""
+    execute: ExecuteConfig = field(default_factory=ExecuteConfig)
     target_profile: str | None = None
     """profile.json of draftsmith-profile; null takes the made-up curve of the next three fields."""
     floor_ms: float = 20.0
@@ -61,12 +95,12 @@ class SimulateConfig:
     token_ms: float = 0.15
     """Made-up curve: milliseconds that each further token adds (our choice)."""
     context_length: int = 512
-    """Of a measured curve: tokens in every request's cache."""
+    """Of a measured curve: tokens in every request's cache. Executed loads take their own mean."""
     rounds: str | None = None
     """JSONL file of recorded rounds, {"confidences": [...], "accepted": n} a line, each with all
     its drafted tokens verified; null draws calibrated ones from the next three fields."""
     num_draft_tokens: int = 7
-    """Drawn rounds: tokens drafted per round (DSpark: 7)."""
+    """Tokens drafted per round, when rounds are drawn or executed (DSpark: 7)."""
     acceptance: float = 0.75
     """Drawn rounds: mean confidence (our choice)."""
     certainty: float = 0.4
@@ -80,14 +114,15 @@ class SimulateConfig:
     thresholds: list[float] = field(default_factory=lambda: [0.6])
     """Static confidence thresholds to compare with."""
     draft_ms: float = 2.0
-    """Milliseconds of drafting per step (our choice)."""
+    """Milliseconds of drafting per step (our choice); measured where loads are executed."""
     num_tokens: int = 96
-    """Mean length of an answer; lengths are spread evenly from half of it to one and a half."""
+    """Mean length of an answer; lengths (executed: length limits) are spread evenly from half of it
+    to one and a half."""
     requests_per_slot: int = 3
     """Requests that each slot serves on average."""
     seed: int = 0
     output: str = MISSING
-    """Folder for simulate.json, simulate.txt and simulate.html."""
+    """Folder for simulate.json, simulate.txt and simulate.html; executed: execute.json, ..."""
 
     def __post_init__(self) -> None:
         self.num_slots = sorted(set(self.num_slots))
@@ -108,5 +143,30 @@ class SimulateConfig:
         ):
             require_at_least(name, getattr(self, name), minimum)
         require_at_least("fixed_lengths", min(self.fixed_lengths, default=None), 1)
+        if self.execute.draft is not None:
+            self._check_execution()
+        elif self.target.name_or_path or self.execute.record_rounds is not None:
+            raise ValueError(
+                "target or execute.record_rounds is set, but no execute.draft: nothing is "
+                "executed. Give execute.draft=FOLDER, or leave them out."
+            )
         if self.floor_ms <= 0.0 or min(self.requests_per_second, default=1.0) <= 0.0:
             raise ValueError("floor_ms and requests_per_second must be above 0.")
+
+    def _check_execution(self) -> None:
+        """Raises ValueError for what an execution needs and has not, or has and does not read."""
+        if not self.target.name_or_path:
+            raise ValueError(
+                "execute.draft is set, but no target. Give target=... (target=smollm2)."
+            )
+        if self.target_profile is None:
+            raise ValueError(
+                "execute.draft is set, but no target_profile: the schedulers need the measured "
+                "curve of this target on this machine. Make it with draftsmith-profile target=... "
+                "output=FOLDER and give target_profile=FOLDER/profile.json."
+            )
+        if self.rounds is not None:
+            raise ValueError(
+                "execute.draft and rounds are both set; an execution records rounds of its own. "
+                "Leave one out."
+            )

@@ -2,7 +2,10 @@
 
     draftsmith-simulate target_profile=runs/profile/profile.json output=runs/simulation
 
-Runs `draftsmith.eval.load_simulation` for every load and every policy, on the same requests, and
+    draftsmith-simulate execute.draft=runs/dspark target=smollm2 target_profile=... output=...
+
+The second form serves loads for real (`draftsmith.eval.execution`); this file is about the first.
+It runs `draftsmith.eval.load_simulation` for every load and every policy, on the same requests, and
 writes simulate.json, simulate.txt and simulate.html. Steps take what was measured, dents included.
 The schedulers know the time of drafting, because that is part of a step, and leave drafting out for
 a while where it does not pay (`PausingDrafts`); algorithm 1 reads the curve's envelope.
@@ -27,6 +30,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.conf.entry import load_named
 from draftsmith.conf.schema_serving import SimulateConfig
 from draftsmith.eval.charts import MAX_SERIES, Curve, line_chart, plain_number
 from draftsmith.eval.curve import StepsPerSecond
@@ -172,20 +176,39 @@ class Workload:
         return found
 
     def policies(self) -> list[LengthPolicy]:
-        """Fresh ones, no draft first and the schedulers last."""
-        draft_seconds = self.config.draft_ms / 1000
-        rates = with_draft_time(self.rates, draft_seconds)
-        envelope = with_draft_time(self.envelope, draft_seconds)
-        return [
-            FixedLength(0),
-            *map(FixedLength, self.config.fixed_lengths),
-            *map(StaticThreshold, self.config.thresholds),
-            PausingDrafts(PrefixScheduler(envelope), rates, self.rates),
-            PausingDrafts(AsyncPrefixScheduler(rates), rates, self.rates),
-        ]
+        """See `make_policies`."""
+        return make_policies(
+            self.config, self.rates, self.envelope, draft_seconds=self.config.draft_ms / 1000
+        )
 
 
-def _row(loop: str, load: float, result: LoadResult) -> dict[str, Any]:
+def make_policies(
+    config: SimulateConfig,
+    rates: Sequence[float],
+    envelope: Sequence[float],
+    *,
+    draft_seconds: float,
+) -> list[LengthPolicy]:
+    """Fresh ones, no draft first and the schedulers last.
+
+    Args:
+        config: names the fixed lengths and thresholds.
+        rates: steps per second of the target's forward as measured.
+        envelope: of `rates`.
+        draft_seconds: of drafting, per step.
+    """
+    drafting = with_draft_time(rates, draft_seconds)
+    return [
+        FixedLength(0),
+        *map(FixedLength, config.fixed_lengths),
+        *map(StaticThreshold, config.thresholds),
+        PausingDrafts(PrefixScheduler(with_draft_time(envelope, draft_seconds)), drafting, rates),
+        PausingDrafts(AsyncPrefixScheduler(drafting), drafting, rates),
+    ]
+
+
+def load_row(loop: str, load: float, result: LoadResult) -> dict[str, Any]:
+    """The numbers of one policy under one load, see DEFINITIONS."""
     return {
         "loop": loop,
         "load": load,
@@ -220,7 +243,7 @@ def simulate(work: Workload) -> list[dict[str, Any]]:
     for loop, load, slots, run_load, requests in _loads(work):
         policies = work.policies()
         group = [
-            _row(
+            load_row(
                 loop,
                 load,
                 run_load(
@@ -233,13 +256,20 @@ def simulate(work: Workload) -> list[dict[str, Any]]:
             )
             for policy in policies
         ]
-        best = max(
-            row["tokens_per_second"]
-            for row, policy in zip(group, policies, strict=True)
-            if isinstance(policy, FixedLength)
-        )
-        rows += [row | {"of_best_fixed": row["tokens_per_second"] / best} for row in group]
+        rows += beside_best_fixed(group, policies)
     return rows
+
+
+def beside_best_fixed(
+    group: Sequence[dict[str, Any]], policies: Sequence[LengthPolicy]
+) -> list[dict[str, Any]]:
+    """Rows of one load, in the order of its policies, with `of_best_fixed` added."""
+    best = max(
+        row["tokens_per_second"]
+        for row, policy in zip(group, policies, strict=True)
+        if isinstance(policy, FixedLength)
+    )
+    return [row | {"of_best_fixed": row["tokens_per_second"] / best} for row in group]
 
 
 HEADS = (
@@ -300,7 +330,7 @@ def render(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> Group:
     return Group(table, *map(Text, notes))
 
 
-def _charts(rows: Sequence[dict[str, Any]]) -> Iterator[Markup]:
+def load_charts(rows: Sequence[dict[str, Any]]) -> Iterator[Markup]:
     """The scheduler beside the others, a few at a time."""
     closed = [row for row in rows if row["loop"] == "closed"]
     names = list(dict.fromkeys(row["policy"] for row in closed))
@@ -360,7 +390,7 @@ def write_simulation(
     page = render_plain_page(
         "draftsmith simulation",
         "Verification policies under load",
-        element("div", *_charts(rows), class_="charts"),
+        element("div", *load_charts(rows), class_="charts"),
         element("h2", "All numbers"),
         number_table("All numbers", HEADS, [row_cells(row) for row in rows]),
         *(element("p", note, class_="soft") for note in notes),
@@ -377,6 +407,9 @@ def write_simulation(
 
 
 def run(config: SimulateConfig) -> None:
-    """The verb: simulates and writes."""
+    """The verb: simulates or executes, and writes."""
+    if config.execute.draft is not None:
+        load_named("draftsmith.eval.execution:run")(config)  # It builds on this module.
+        return
     work = Workload(config)
     write_simulation(simulate(work), work, Path(config.output), Console())

@@ -40,6 +40,14 @@ class LengthPolicy(Protocol):
     def drafts(self) -> bool:
         """Whether the draft model has to run in the coming step; confidences are empty if not."""
 
+    @property
+    def longest(self) -> int | None:
+        """The longest length that it ever chooses: more need not be drafted. None: any."""
+
+    @property
+    def reads_confidences(self) -> bool:
+        """Whether their values matter, and not only how many there are."""
+
     def lengths(self, confidences: Chains) -> list[int]:
         """Verified tokens of every request, given the confidences of what it has drafted."""
 
@@ -50,6 +58,7 @@ class FixedLength:
 
     length: int
     """Tokens."""
+    reads_confidences = False
 
     @property
     def name(self) -> str:
@@ -58,6 +67,10 @@ class FixedLength:
     @property
     def drafts(self) -> bool:
         return self.length > 0
+
+    @property
+    def longest(self) -> int:
+        return self.length
 
     def lengths(self, confidences: Chains) -> list[int]:
         return fixed_length(confidences, self.length)
@@ -70,6 +83,8 @@ class StaticThreshold:
     threshold: float
     """A probability; 0 verifies everything."""
     drafts = True
+    longest = None
+    reads_confidences = True
 
     @property
     def name(self) -> str:
@@ -87,6 +102,8 @@ class PrefixScheduler:
     """[tokens] monotone; see `schedule`."""
     name = "scheduler"
     drafts = True
+    longest = None
+    reads_confidences = True
 
     def lengths(self, confidences: Chains) -> list[int]:
         return schedule(survival_from_confidences(confidences), self.steps_per_second)
@@ -103,6 +120,8 @@ class AsyncPrefixScheduler:
     """[tokens] monotone or not."""
     name = "scheduler-async"
     drafts = True
+    longest = None
+    reads_confidences = True
     _recent: deque[list[list[float]]] = field(default_factory=lambda: deque(maxlen=ASYNC_DELAY))
 
     def lengths(self, confidences: Chains) -> list[int]:
@@ -131,6 +150,7 @@ class PausingDrafts:
     """[tokens] rates of steps that draft."""
     plain_steps_per_second: Sequence[float]
     """[tokens] rates of steps that do not."""
+    reads_confidences = True
     _pause: int = 0
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PAUSE_STEPS))
     """Of drafted steps: expected tokens, and those of plain decoding in the same time."""
@@ -142,6 +162,10 @@ class PausingDrafts:
     @property
     def drafts(self) -> bool:
         return self._pause == 0
+
+    @property
+    def longest(self) -> int | None:
+        return self.policy.longest
 
     def lengths(self, confidences: Chains) -> list[int]:
         if self._pause:

@@ -5,6 +5,8 @@
     SampledTreePolicy   a fixed shape whose children are drawn without replacement (EAGLE-1, RSD)
     DynamicTreePolicy   EAGLE-2 (arXiv 2406.16858, section 4): expand, then rerank globally
 
+A draft model that proposes whole blocks is asked for a tree by inference/block_policy.py.
+
 A policy reads several sequences in lockstep: each step is one packed call of the draft model. It
 knows the model only as an `AutoregressiveDraft`. What a policy decides depends on the draft model
 alone, before any randomness of the target is drawn, so that verification stays exact.
@@ -21,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.inference.block_policy import BlockTreePolicy
 from draftsmith.models.protocols import (
     AutoregressiveDraft,
     Draft,
@@ -535,6 +538,7 @@ POLICIES: dict[str, Any] = {
     "static_tree": StaticTreePolicy,
     "sampled_tree": SampledTreePolicy,
     "dynamic_tree": DynamicTreePolicy,
+    "block_tree": BlockTreePolicy,
 }
 """Name in a configuration -> policy."""
 

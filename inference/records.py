@@ -34,6 +34,15 @@ class RoundRecord:
     """The target's forward."""
     other_seconds: float
     """Acceptance, rollback, bookkeeping."""
+    unverified: int = 0
+    """Further drafted tokens, which the length policy did not let the target read."""
+    confidences: tuple[float, ...] = ()
+    """What was known of each verified token's chance to stay, where a length policy asked."""
+
+    @property
+    def drafted(self) -> int:
+        """Drafted tokens, verified or not."""
+        return self.proposed + self.unverified
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,42 @@ class Generation:
     """Of that, reading the prompt and choosing the first token."""
     origins: list[TokenOrigin] = field(default_factory=list)
     """One per token."""
+    waited_seconds: float = 0.0
+    """From arriving to entering."""
+    first_token_seconds: float = 0.0
+    """From arriving until the first token was known, waiting included."""
+
+    @property
+    def latency_seconds(self) -> float:
+        """From arriving to leaving."""
+        return self.waited_seconds + self.seconds
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """One step of the engine: prompts that were read, or a round of all active requests."""
+
+    num_requests: int
+    """That took part."""
+    reads_prompts: bool
+    """Prompts were read, and each gave the first token of its text; else a round."""
+    drafted: int
+    """Tokens that the draft model proposed, all requests' together; so are the next two."""
+    verified: int
+    """Of these, tokens that the target read."""
+    emitted: int
+    """Tokens added to the texts."""
+    draft_seconds: float
+    """As in `RoundRecord`, but not divided; so are the next two."""
+    verify_seconds: float
+    """A step that reads prompts takes all its time here."""
+    other_seconds: float
+    finished: dict[int, Generation] = field(default_factory=dict)
+    """Requests whose texts ended with this step, by number."""
+
+    @property
+    def seconds(self) -> float:
+        return self.draft_seconds + self.verify_seconds + self.other_seconds
 
 
 class Stopwatch:
@@ -86,6 +131,12 @@ class Stopwatch:
             self._events.append(event)
         else:
             self._times.append(time.perf_counter())
+
+    def restart(self) -> None:
+        """Forgets what was marked: this moment is the first mark."""
+        self._events.clear()
+        self._times.clear()
+        self.mark()
 
     def read(self) -> list[float]:
         """Returns the seconds between successive marks, and forgets all but the last mark."""

@@ -84,6 +84,9 @@ class Predictions:
     """[draft_vocab] int64 absolute target ids, ascending; None when the vocabularies are equal."""
     labels: Tensor | None = None
     """[rows] int64 token that really follows the place, -1 where none does; None: not known."""
+    target_places: Tensor | None = None
+    """[rows] int64: rows of the same number have the same target state and label, so that the
+    target's logits are computed once for them; None: every row has its own."""
     shares_target_head: bool = False
     """The draft predicts with the target's own head: `draft_head_weight` is (rows of) its matrix,
     frozen, and its bias and elementwise transformation (soft-capping, scaling) apply too."""
@@ -110,7 +113,11 @@ class ObjectiveOutput:
 
 
 class Objective(Protocol):
-    """A training objective (train/objectives.py); draft models receive it, they never import it."""
+    """A training objective (train/objectives.py); draft models receive it, they never import it.
+
+    One that couples the predictions of a call says so by an attribute `couples_predictions` that is
+    true; the predictions of all others may come in several calls, whose sums are added.
+    """
 
     def __call__(self, predictions: Predictions, target_head: nn.Module) -> ObjectiveOutput: ...
 
@@ -129,7 +136,8 @@ class TrainOutput:
     'sampled_joint' [steps] (product of acceptances up to this step); without training, where a
     chain starts at every place, also 'rounds' and 'round_tokens' [] (models/simulated_rounds.py).
     Further ones [steps] are sums over
-    the supervised predictions and are reported as their means, under their own names."""
+    the supervised predictions and are reported as their means, under their own names; one that
+    comes with NAME_count, of its own shape, is divided by that instead."""
 
 
 @runtime_checkable
@@ -226,7 +234,11 @@ class Draft:
     parents: list[int] | None = None
     """[nodes] index of each node's parent, -1 for children of the root; None: a chain."""
     confidences: Tensor | None = None
-    """[nodes] probability of acceptance that the draft model reports, or None."""
+    """[nodes] probability of acceptance that the draft model reports, or None. It may depend on the
+    tokens before its own, never on its own: it may decide whether that token is verified."""
+    confidence_logits: Tensor | None = None
+    """[nodes] the logits behind them as the draft model computed them, before any calibration; or
+    None."""
     token_probs: Tensor | None = None
     """[nodes] the draft model's own probability of each token, for reports; or None."""
     state_rows: list[int] | None = None
@@ -253,10 +265,42 @@ class Draft:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return depths
 
+    def first(self, count: int) -> Draft:
+        """The first `count` tokens of a chain, with all that is known of them.
+
+        Raises:
+            ValueError: a tree, or more tokens than there are.
+        """
+        if not self.is_chain or not 0 <= count <= len(self.tokens):
+            kind = "chain" if self.is_chain else "tree"
+            raise ValueError(
+                f"A {kind} of {len(self.tokens)} drafted tokens cannot be cut to {count}; give a "
+                "chain and a length from 0 to its own."
+            )
+        if count == len(self.tokens):
+            return self
+        parts: dict[str, Any] = {
+            name: None if own is None else own[:count]
+            for name in ("tokens", "probs", "confidences", "confidence_logits", "token_probs")
+            for own in (getattr(self, name),)
+        }
+        rows = None if self.state_rows is None else self.state_rows[:count]
+        return Draft(**parts, state_rows=rows)
+
     @classmethod
     def nothing(cls, like: Tensor) -> Draft:
         """No drafted token, on the device of `like`."""
         return cls(tokens=torch.empty(0, dtype=torch.long, device=like.device))
+
+
+@dataclass(frozen=True)
+class BlockTree:
+    """Asks a `BlockDrafter` for a tree instead of a chain: the best-scored nodes below the root."""
+
+    num_nodes: int
+    """Drafted tokens, at most."""
+    top_k: int
+    """Children of a node, at most."""
 
 
 @runtime_checkable
@@ -278,10 +322,12 @@ class BlockDrafter(Protocol):
         num_draft_tokens: Sequence[int],
         sampling: Sequence[SamplingSettings],
         generators: Sequence[torch.Generator | None],
+        tree: BlockTree | None = None,
     ) -> list[Draft]:
         """Takes in what was committed, drops its own speculative state, and drafts, per sequence.
 
-        May return fewer tokens than asked for (position limit), also none.
+        May return fewer tokens than asked for (position limit), also none. `num_draft_tokens` is
+        the deepest drafted token; with `tree` None a chain of so many.
         """
 
 

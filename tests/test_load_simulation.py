@@ -246,3 +246,37 @@ def test_scheduler_keeps_up_with_plain_decoding_though_drafting_takes_time(num_s
 
     best = max(found(FixedLength(length)) for length in range(GAMMA + 1))
     assert found(PausingDrafts(PrefixScheduler(rates), rates, curve)) >= 0.97 * best
+
+
+@pytest.mark.parametrize("num_slots", [2, 6, 12, 24, 48, 96, 384])
+def test_schedulers_stay_within_3_percent_of_the_best_fixed_length_at_every_load(
+    num_slots: int,
+) -> None:
+    """Across the whole range, drafting time included, the best length chosen anew at each load."""
+    curve = roofline(num_slots * (GAMMA + 1), flat=48)
+    requests = workload(num_slots, acceptance=0.7, certainty=0.4)
+    rates = with_draft_time(curve, 0.002)
+
+    def found(policy: LengthPolicy) -> float:
+        return simulate_closed_loop(
+            requests, policy, curve, num_slots=num_slots, draft_seconds=0.002
+        ).tokens_per_second
+
+    best = max(found(FixedLength(length)) for length in range(GAMMA + 1))
+    for policy in (PrefixScheduler(rates), AsyncPrefixScheduler(rates)):
+        assert found(PausingDrafts(policy, rates, curve)) >= 0.97 * best, policy.name
+
+
+def test_tens_of_thousands_of_requests_are_simulated() -> None:
+    """20,000 short answers, 4,000 in flight: far beyond the flat part, plain decoding is best."""
+    curve = roofline(4000 * 3, flat=512)
+    rounds = synthetic_rounds(5000, num_draft_tokens=2, acceptance=0.6, certainty=0.4, seed=0)
+    requests = [
+        OfferedRequest(4 + index % 5, rounds[index % 4000 :][:10]) for index in range(20_000)
+    ]
+    plain = simulate_closed_loop(requests, FixedLength(0), curve, num_slots=4000)
+    policy = PausingDrafts(PrefixScheduler(curve), curve, curve)
+    scheduled = simulate_closed_loop(requests, policy, curve, num_slots=4000)
+    assert len(plain.served) >= 16_000
+    assert scheduled.tokens_per_second >= 0.97 * plain.tokens_per_second
+    assert scheduled.verified_per_round < 0.5
