@@ -180,15 +180,19 @@ class DraftingConfig:
     """
 
     policy: str = "chain"
-    """chain, static_tree (EAGLE-1), dynamic_tree (EAGLE-2) or sampled_tree."""
+    """chain, static_tree (EAGLE-1), dynamic_tree (EAGLE-2), sampled_tree, or block_tree (a block's
+    slots, for drafts that propose blocks)."""
     num_draft_tokens: int = 4
-    """chain: its length in tokens."""
+    """chain: its length in tokens; block_tree: its deepest drafted token."""
+    num_nodes: int = 16
+    """block_tree: drafted tokens (our choice)."""
     total_tokens: int = 60
     """dynamic_tree: tokens that the target reads per round, the root included (EAGLE-2: 60)."""
     depth: int = 5
     """dynamic_tree: expansions after the first level (EAGLE-2: 5)."""
     top_k: int = 10
-    """dynamic_tree: nodes expanded per level, and children of each (EAGLE-2: 10)."""
+    """dynamic_tree: nodes expanded per level, and children of each (EAGLE-2: 10); block_tree:
+    children of a node."""
     widths: list[int] = field(default_factory=lambda: [3, 2, 1, 1])
     """sampled_tree: children per node, level by level (our choice)."""
     paths: list[list[int]] | None = None
@@ -196,9 +200,10 @@ class DraftingConfig:
     nodes."""
 
     def __post_init__(self) -> None:
-        policies = ("chain", "static_tree", "dynamic_tree", "sampled_tree")
+        policies = ("chain", "static_tree", "dynamic_tree", "sampled_tree", "block_tree")
         require_choice("drafting.policy", self.policy, policies)
         require_at_least("drafting.num_draft_tokens", self.num_draft_tokens, 1)
+        require_at_least("drafting.num_nodes", self.num_nodes, 1)
         require_at_least("drafting.total_tokens", self.total_tokens, 2)
         require_at_least("drafting.depth", self.depth, 0)
         require_at_least("drafting.top_k", self.top_k, 1)
@@ -368,7 +373,8 @@ class ExportConfig:
     draft: str = MISSING
     """Folder of a draft model, or of a training run."""
     format: str = MISSING
-    """vllm, sglang, eagle (SafeAILab's own code) or speculators."""
+    """vllm, sglang or speculators; EAGLE: eagle (SafeAILab's own code); DFlash: transformers (its
+    assistant); DSpark: deepspec."""
     output: str = MISSING
     """Folder to make; it must not exist, or be empty."""
     target: TargetConfig = field(default_factory=lambda: TargetConfig(name_or_path=""))
@@ -376,12 +382,15 @@ class ExportConfig:
     records, where it is to be found."""
     full_vocabulary: bool = False
     """EAGLE-1: leave out the draft vocabulary, which engines cannot serve; no weight changes."""
-    num_draft_tokens: int = 3
-    """speculators: drafted tokens per round that `vllm serve FOLDER` is to use."""
+    num_draft_tokens: int | None = None
+    """speculators: drafted tokens per round that `vllm serve FOLDER` is to use; null: 3, and of a
+    block draft the whole block, which is the only choice there."""
 
     def __post_init__(self) -> None:
-        require_choice("format", self.format, ("vllm", "sglang", "eagle", "speculators"))
-        require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
+        formats = ("vllm", "sglang", "eagle", "speculators", "transformers", "deepspec")
+        require_choice("format", self.format, formats)
+        if self.num_draft_tokens is not None:
+            require_at_least("num_draft_tokens", self.num_draft_tokens, 1)
 
 
 @dataclass
@@ -395,5 +404,5 @@ class ImportConfig:
     output: str = MISSING
     """Folder to make; it must not exist, or be empty."""
     aux_layer_ids: list[int] | None = None
-    """EAGLE-3: target layers that the draft reads (0-based outputs, ascending), where the
-    checkpoint does not say."""
+    """Target layers that the draft reads (0-based outputs, ascending), where the checkpoint does
+    not say; not for EAGLE-1."""

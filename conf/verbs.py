@@ -72,6 +72,15 @@ def import_checkpoint() -> None:
     )
 
 
+def stitch() -> None:
+    """draftsmith-stitch."""
+    run_verb(
+        "draftsmith.models.stitch:run",
+        root="stitch",
+        schema="draftsmith.conf.schema_stitch:StitchConfig",
+    )
+
+
 def profile() -> None:
     """draftsmith-profile."""
     run_verb(
@@ -81,10 +90,28 @@ def profile() -> None:
     )
 
 
+def calibrate() -> None:
+    """draftsmith-calibrate."""
+    run_verb(
+        "draftsmith.eval.calibrate:run",
+        root="calibrate",
+        schema="draftsmith.conf.schema_calibrate:CalibrateConfig",
+    )
+
+
 def simulate() -> None:
     """draftsmith-simulate."""
     run_verb(
         "draftsmith.eval.simulate:run",
         root="simulate",
         schema="draftsmith.conf.schema_serving:SimulateConfig",
+    )
+
+
+def new_model() -> None:
+    """draftsmith-new-model."""
+    run_verb(
+        "draftsmith.data.new_model:run",
+        root="new_model",
+        schema="draftsmith.conf.schema_new_model:NewModelConfig",
     )

@@ -5,9 +5,9 @@ target's own processors, and the distribution that each was drawn from is report
 slot's distribution may depend on the tokens drawn before it, which verification conditions on too.
 
 A method whose logits depend on the token before them gives a `SequentialHead`; a repetition penalty
-makes any method choose from left to right.
+makes any method choose from left to right. Trees: models/block_tree.py.
 
-Axes: sequences, steps, vocab.
+Axes: sequences, steps, vocab, rows (tokens before a step; one per sequence in a chain).
 """
 
 from __future__ import annotations
@@ -23,19 +23,35 @@ from draftsmith.models.protocols import Draft, DraftContext, SamplingSettings
 from draftsmith.models.sampling import draw_token, process_logits, warp_logits
 
 
-class SequentialHead(Protocol):
-    """Corrects logits by the token before them, step after step."""
+@dataclass
+class HeadStep:
+    """What a head says about the tokens of one step."""
 
-    def step(self, step: int, before: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    correction: Tensor | None
+    """[rows, vocab] to be added to the logits."""
+    confidence_logits: Tensor | None
+    """[rows] logits of the chance that the step's token is accepted if all before it are, before
+    any calibration."""
+    memory: Tensor | None
+    """[rows, ...] for the next step; None where there is none."""
+
+
+class SequentialHead(Protocol):
+    """Corrects logits by the tokens before them, step after step."""
+
+    remembers: bool
+    """Whether a step depends on more than the token before it."""
+
+    def step(
+        self, step: int, before: Tensor, *, sequences: Tensor | None, memory: Tensor | None
+    ) -> HeadStep:
         """Reads the tokens before step `step`.
 
         Args:
-            step: From 0, each once, in order.
-            before: [sequences] token ids; those of sequences that have ended are arbitrary.
-
-        Returns:
-            [sequences, vocab] to be added to the logits, or None; [sequences] probabilities that
-            the step's token is accepted if all before it are, or None.
+            step: From 0.
+            before: [rows] token ids; those of sequences that have ended are arbitrary.
+            sequences: [rows] the sequence of each; None: one row per sequence, in order.
+            memory: [rows, ...] as the step before left it on each row's path; None: the first step.
         """
 
 
@@ -46,6 +62,8 @@ class Proposal:
     logits: Tensor
     """[sequences, steps, vocab] before any correction."""
     head: SequentialHead | None = None
+    temperatures: Sequence[float] | None = None
+    """[steps] what the confidence logits are divided by (draftsmith-calibrate); None: by 1."""
 
 
 def propose_tokens(
@@ -66,7 +84,8 @@ def propose_tokens(
         generators: Its source of randomness.
     """
     chains = [
-        _Chain(*arguments) for arguments in zip(contexts, counts, sampling, generators, strict=True)
+        _Chain(*arguments, proposal.temperatures)
+        for arguments in zip(contexts, counts, sampling, generators, strict=True)
     ]
     if proposal.head is None:
         for chain, logits in zip(chains, proposal.logits, strict=True):
@@ -74,16 +93,18 @@ def propose_tokens(
                 chain.add_all(logits[: chain.count])
         return [chain.finish() for chain in chains]
     before = torch.cat([context.token_ids[0, -1:] for context in contexts])
+    memory: Tensor | None = None
     for step in range(max(counts)):
-        correction, confidence = proposal.head.step(step, before)
+        said = proposal.head.step(step, before, sequences=None, memory=memory)
+        memory = said.memory
         logits = proposal.logits[:, step]
-        if correction is not None:
-            logits = logits.float() + correction
+        if said.correction is not None:
+            logits = logits.float() + said.correction
         for row, chain in enumerate(chains):
             if step < chain.count:
                 chain.add(logits[row : row + 1])
-                if confidence is not None:
-                    chain.confidences.append(confidence[row : row + 1])
+                if said.confidence_logits is not None:
+                    chain.confidence_logits.append(said.confidence_logits[row : row + 1])
         before = torch.cat([chain.newest() for chain in chains])
     return [chain.finish() for chain in chains]
 
@@ -97,15 +118,17 @@ class _Chain:
         count: int,
         sampling: SamplingSettings,
         generator: torch.Generator | None,
+        temperatures: Sequence[float] | None,
     ) -> None:
         self.committed = context.token_ids  # [1, length]
         self.count = count
         self.sampling = sampling
         self.generator = generator
+        self.temperatures = temperatures
         self.tokens: list[Tensor] = []
         self.token_probs: list[Tensor] = []
         self.distributions: list[Tensor] = []
-        self.confidences: list[Tensor] = []
+        self.confidence_logits: list[Tensor] = []
 
     def newest(self) -> Tensor:
         """[1] the last token: drafted, or committed."""
@@ -140,9 +163,17 @@ class _Chain:
     def finish(self) -> Draft:
         if not self.tokens:
             return Draft.nothing(self.committed)
+        said = torch.cat(self.confidence_logits) if self.confidence_logits else None
         return Draft(
             tokens=torch.cat(self.tokens),
             probs=torch.cat(self.distributions) if self.distributions else None,
-            confidences=torch.cat(self.confidences) if self.confidences else None,
+            confidences=None if said is None else self.calibrated(said).sigmoid(),
+            confidence_logits=said,
             token_probs=torch.cat(self.token_probs),
         )
+
+    def calibrated(self, logits: Tensor) -> Tensor:
+        """[steps] over the temperature of each step."""
+        if self.temperatures is None:
+            return logits
+        return logits / logits.new_tensor(self.temperatures[: len(logits)])

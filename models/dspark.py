@@ -44,8 +44,14 @@ from torch import Tensor, nn
 from draftsmith.models.block_anchors import BlockPlan, by_step
 from draftsmith.models.block_draft import BlockDraft, BlockDraftConfig
 from draftsmith.models.block_method import BlockMethod
-from draftsmith.models.block_proposal import Proposal
-from draftsmith.models.method_options import check_choice, check_flag, check_integer, check_number
+from draftsmith.models.block_proposal import HeadStep, Proposal
+from draftsmith.models.method_options import (
+    check_choice,
+    check_flag,
+    check_integer,
+    check_list,
+    check_number,
+)
 from draftsmith.models.protocols import LogitCorrection, ObjectiveOutput, TrainOutput
 
 SEQUENTIAL_HEADS = ("markov", "gated", "rnn", "none")
@@ -70,6 +76,9 @@ class DSparkConfig(BlockDraftConfig):
     confidence_weight: float = 1.0
     confidence_detached: bool = False
     """See `DSparkMethod`."""
+    confidence_temperatures: list[float] | None = None
+    """What the confidence logit of each drafted token is divided by (draftsmith-calibrate writes
+    them; the head's weights stay as trained). None: uncalibrated."""
     draftsmith_class: str = "draftsmith.models.dspark.DSparkDraft"
 
     def check_block(self) -> None:
@@ -80,6 +89,23 @@ class DSparkConfig(BlockDraftConfig):
             raise ValueError(
                 "confidence_with_markov is true, but there is no sequential head whose embeddings "
                 "it could read. Set confidence_with_markov=false or choose a sequential_head."
+            )
+        self._check_temperatures()
+
+    def _check_temperatures(self) -> None:
+        found = self.confidence_temperatures
+        if found is None:
+            return
+        check_list("confidence_temperatures", found, float)
+        if not self.confidence_head:
+            raise ValueError(
+                "confidence_temperatures is set, but the draft has no confidence head (confidence_"
+                "head is false). Remove them from config.json."
+            )
+        if len(found) != self.num_steps or min(found) <= 0.0:
+            raise ValueError(
+                f"confidence_temperatures is {found}; expected {self.num_steps} numbers above 0, "
+                "one per token that a block proposes. Run draftsmith-calibrate again, or set null."
             )
 
 
@@ -221,28 +247,32 @@ class DSparkDraft(BlockDraft):
     def _proposal(self, hidden: Tensor, logits: Tensor) -> Proposal:
         if not self.has_sequential_head and not self.config.confidence_head:
             return Proposal(logits)
-        return Proposal(logits, _LeftToRight(self, hidden))
+        return Proposal(logits, _Heads(self, hidden), self.config.confidence_temperatures)
 
 
-class _LeftToRight:
-    """The heads over one round's blocks, as `propose_tokens` asks for them."""
+class _Heads:
+    """The heads over one round's blocks, as `propose_tokens` and `propose_trees` ask for them."""
 
     def __init__(self, draft: DSparkDraft, hidden: Tensor) -> None:
         self.draft = draft
         self.hidden = hidden  # [sequences, steps, hidden]
-        self.memory: Tensor | None = None
+        self.remembers = draft.config.sequential_head == "rnn"
 
-    def step(self, step: int, before: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def step(
+        self, step: int, before: Tensor, *, sequences: Tensor | None, memory: Tensor | None
+    ) -> HeadStep:
         """See `SequentialHead`."""
         draft, hidden = self.draft, self.hidden[:, step]
+        if sequences is not None:
+            hidden = hidden[sequences]
         embedded = draft._embedded_before(before)
         correction = confidence = None
         if embedded is not None:
-            read, self.memory = draft.markov_head.step(hidden, embedded, self.memory)
+            read, memory = draft.markov_head.step(hidden, embedded, memory)
             correction = draft.markov_head.markov_w2(read)
         if draft.config.confidence_head:
-            confidence = draft._confidence_logits(hidden, embedded).sigmoid()
-        return correction, confidence
+            confidence = draft._confidence_logits(hidden, embedded)
+        return HeadStep(correction, confidence, memory)
 
 
 @dataclass
