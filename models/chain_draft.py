@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 
@@ -38,6 +39,7 @@ from draftsmith.models.protocols import (
     TrainOutput,
 )
 from draftsmith.models.sequence_cache import SequenceCache
+from draftsmith.models.target import TargetHead
 from draftsmith.models.ttt_chain import unroll
 from draftsmith.models.ttt_slots import SlotPlan, plan_slots, prediction_sums, supervised_places
 from draftsmith.models.vocabulary_map import draft_to_target, register_vocabulary_buffers
@@ -84,6 +86,8 @@ class ChainDraft(LayeredDraft):
     """A `TrainableDraft` for the training loop and an `AutoregressiveDraft` for the decoder."""
 
     config: ChainDraftConfig
+    has_own_head: bool = False
+    """Whether the draft predicts with a head of its own, instead of the target's."""
 
     def __init__(self, config: ChainDraftConfig, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config, layers)
@@ -91,6 +95,8 @@ class ChainDraft(LayeredDraft):
         register_vocabulary_buffers(
             self, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size
         )
+        self._drafting_head: tuple[Tensor, Tensor | None] | tuple[()] = ()
+        """The target head's rows and bias of a reduced vocabulary, gathered once for drafting."""
 
     # What a method is.
 
@@ -121,13 +127,8 @@ class ChainDraft(LayeredDraft):
         """[..., hidden] -> what the head reads."""
         raise NotImplementedError
 
-    def _logits(self, head_input: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, draft_vocab] while drafting."""
-        raise NotImplementedError
-
-    def _head_of_predictions(self, target_head: nn.Module) -> dict[str, Any]:
-        """The arguments of `Predictions` that say with which head the draft predicts."""
-        raise NotImplementedError
+    zeroes_first_slot: bool = False
+    """Whether the slot at position 0 of a text reads zeros for its token, as in vLLM's MTP."""
 
     def _output(
         self,
@@ -137,6 +138,45 @@ class ChainDraft(LayeredDraft):
     ) -> TrainOutput:
         """The loss of a batch; methods may add terms."""
         return TrainOutput(output.loss_sum, sums)
+
+    # The head: the target's own, frozen, unless a method brings another.
+
+    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
+        """Shares the target's frozen embeddings, and its head where the draft predicts with it.
+
+        Raises:
+            ValueError: there is no head, or it does not fit the draft's sizes.
+        """
+        super().attach_target(embed_tokens=embed_tokens)
+        if not self.has_own_head:
+            self._attach_head(head)
+            self._drafting_head = ()
+
+    def _logits(self, head_input: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, draft_vocab] while drafting."""
+        assert self._target_head, "attach_target comes first"
+        head = self._target_head[0]
+        ids = self.draft_to_target
+        if ids is None:
+            return head(head_input.to(head.weight.dtype))
+        if not self._drafting_head:
+            bias = None if head.bias is None else head.bias.detach()[ids.to(head.bias.device)]
+            self._drafting_head = (self._draft_rows(head).detach(), bias)
+        weight, bias = self._drafting_head
+        return head.transform(F.linear(head_input.to(weight.dtype), weight, bias))
+
+    def _draft_rows(self, head: TargetHead) -> Tensor:
+        """[draft_vocab, hidden] the head's rows of the draft vocabulary."""
+        ids = self.draft_to_target
+        return head.weight if ids is None else head.weight[ids.to(head.weight.device)]
+
+    def _head_of_predictions(self, target_head: nn.Module) -> dict[str, Any]:
+        """The arguments of `Predictions` that say with which head the draft predicts."""
+        assert isinstance(target_head, TargetHead), "the loop passes the target's head"
+        return {
+            "draft_head_weight": self._draft_rows(target_head).detach(),
+            "shares_target_head": True,
+        }
 
     # Training.
 
@@ -216,6 +256,8 @@ class ChainDraft(LayeredDraft):
 
         def first_input() -> tuple[Tensor, Tensor]:
             read = tokens.index_select(0, plan.pairs + 1)
+            if self.zeroes_first_slot:
+                read = read * (positions.index_select(0, plan.pairs) != 0)[:, None]
             return self._first_input(features, read), read
 
         def next_input(step: int, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,19 +320,13 @@ class ChainDraft(LayeredDraft):
         reads = []
         for context, state in zip(contexts, states, strict=True):
             length, new = context.token_ids.shape[1], self._features(context).shape[1]
-            first = length - 1 - new
-            if first != state.cache.committed or not new:
-                raise ValueError(
-                    f"The draft's cache holds {state.cache.committed} committed pairs, but the "
-                    f"context brings the features of positions {first} to {length - 2}. Pass every "
-                    "committed position once, in order, with the state that start() made for this "
-                    "sequence."
-                )
+            first = self._check_continues(context, state, new)
             state.rows.clear()
             self._reserve(state, length - 1)
             reads.append(RowsToRead(state, context.token_ids[0, first + 1 :], first, new))
         features = torch.cat([self._features(context)[0] for context in contexts])
         tokens = self._tokens_of(reads)
+        self._zero_first_slots(tokens, reads)
         hidden = self._first_input(features.to(self.dtype), tokens)
         fed_back = self._fed_back(run_layers(self.layers, reads, hidden, tokens, ends_only=True))
         for row, read in enumerate(reads):
@@ -323,9 +359,31 @@ class ChainDraft(LayeredDraft):
             read.state.hidden = torch.cat([read.state.hidden, own])
         return self._logits(self._head_input(fed_back))
 
+    @staticmethod
+    def _check_continues(context: DraftContext, state: DraftState, new: int) -> int:
+        """The first position that a context with `new` features brings; ValueError if not next."""
+        length = context.token_ids.shape[1]
+        first = length - 1 - new
+        if first != state.cache.committed or not new:
+            raise ValueError(
+                f"The draft's cache holds {state.cache.committed} committed pairs, but the "
+                f"context brings the features of positions {first} to {length - 2}. Pass every "
+                "committed position once, in order, with the state that start() made for this "
+                "sequence."
+            )
+        return first
+
     def _tokens_of(self, reads: Sequence[RowsToRead]) -> Tensor:
         ids = reads[0].tokens if len(reads) == 1 else torch.cat([read.tokens for read in reads])
         return self._tokens(self._embed(ids))
+
+    def _zero_first_slots(self, tokens: Tensor, reads: Sequence[RowsToRead]) -> None:
+        """Clears, in place, what committed slots at position 0 read, if the method wants that."""
+        row = 0
+        for read in reads if self.zeroes_first_slot else ():
+            if read.start == 0:
+                tokens[row] = 0.0
+            row += read.new
 
     def _reserve(self, state: DraftState, positions: int) -> None:
         """Room for `positions` entries, and rotary tables as long as the cache."""

@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +99,6 @@ class EagleDraft(ChainDraft):
         super().__init__(config, layers)
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
-        self._drafting_head: tuple[Tensor, Tensor | None] | tuple[()] = ()
-        """The head's rows and bias of a reduced vocabulary, gathered once for drafting."""
         self.post_init()
 
     @torch.no_grad()
@@ -119,16 +116,6 @@ class EagleDraft(ChainDraft):
             layer.self_attn.k_proj.weight *= QUIET
             layer.self_attn.o_proj.weight *= SMALL
             layer.mlp.down_proj.weight *= SMALL
-
-    def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:
-        """Shares the target's frozen embeddings and head.
-
-        Raises:
-            ValueError: there is no head, or it does not fit the draft's sizes.
-        """
-        super().attach_target(embed_tokens=embed_tokens)
-        self._attach_head(head)
-        self._drafting_head = ()
 
     def _features(self, source: TrainBatch | DraftContext) -> Tensor:
         features = source.final_hidden_states
@@ -163,30 +150,6 @@ class EagleDraft(ChainDraft):
 
     def _head_input(self, fed_back: Tensor) -> Tensor:
         return fed_back
-
-    def _logits(self, head_input: Tensor) -> Tensor:
-        assert self._target_head, "attach_target comes first"
-        head = self._target_head[0]
-        ids = self.draft_to_target
-        if ids is None:
-            return head(head_input.to(head.weight.dtype))
-        if not self._drafting_head:
-            bias = None if head.bias is None else head.bias.detach()[ids.to(head.bias.device)]
-            self._drafting_head = (self._draft_rows(head).detach(), bias)
-        weight, bias = self._drafting_head
-        return head.transform(F.linear(head_input.to(weight.dtype), weight, bias))
-
-    def _draft_rows(self, head: TargetHead) -> Tensor:
-        """[draft_vocab, hidden] the head's rows of the draft vocabulary."""
-        ids = self.draft_to_target
-        return head.weight if ids is None else head.weight[ids.to(head.weight.device)]
-
-    def _head_of_predictions(self, target_head: nn.Module) -> dict[str, Any]:
-        assert isinstance(target_head, TargetHead), "the loop passes the target's head"
-        return {
-            "draft_head_weight": self._draft_rows(target_head).detach(),
-            "shares_target_head": True,
-        }
 
     def _output(
         self, predictions: Predictions, output: ObjectiveOutput, sums: dict[str, Tensor]

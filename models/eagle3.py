@@ -89,6 +89,7 @@ class Eagle3Draft(ChainDraft):
 
     config_class = Eagle3Config
     config: Eagle3Config
+    has_own_head = True
 
     def __init__(self, config: Eagle3Config) -> None:
         size = config.hidden_size

@@ -48,6 +48,9 @@ class LayeredDraft(PreTrainedModel):
     layers: Sequence[DraftLayer]  # An nn.ModuleList, typed by what it holds.
     # Empty: layers are called in parts, so a wrapper around a layer would never see its forward.
     _no_split_modules: list[str] = []
+    # With an empty prefix transformers 5 loads `enorm.0.weight` into `norm.0.weight`: it takes any
+    # first letter for the prefix where the rest is a tensor's name too.
+    base_model_prefix = "draft"
 
     def __init__(self, config: LayeredDraftConfig, layers: Sequence[DraftLayer]) -> None:
         super().__init__(config)

@@ -88,9 +88,23 @@ def load_draft(
     with torch.device("meta"):
         expected = {name: tuple(t.shape) for name, t in draft_class(config).state_dict().items()}
     _check_shapes(folder, expected, _stored_shapes(folder))
-    draft: Any = draft_class.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    draft, report = draft_class.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, output_loading_info=True
+    )
+    _check_report(folder, report)
     check_vocabulary_buffers(draft)
     return draft.to(device).eval()
+
+
+def _check_report(folder: Path, report: dict[str, Any]) -> None:
+    """Raises ValueError where transformers put a tensor somewhere else than under its own name: the
+    names were right, so a tensor that it calls missing was taken for another one."""
+    wrong = {kind: sorted(map(str, found)) for kind, found in report.items() if found}
+    if wrong:
+        raise ValueError(
+            f"transformers did not load every tensor of {folder} under its name: {wrong}. The "
+            "draft would not be the one that was saved; please report it with its config.json."
+        )
 
 
 def _draft_class(path: str | Path) -> Any:

@@ -79,8 +79,8 @@ def unroll(
 
     def first_step() -> tuple[Tensor, ...]:
         at = positions[plan.pairs]
-        hidden, blocks = _first_step(
-            chains, plan, first_input(), (rope[0][at], rope[1][at]), grid=grid
+        hidden, blocks = causal_step(
+            layers, plan, first_input(), (rope[0][at], rope[1][at]), grid=grid
         )
         return feed_back(hidden), *blocks
 
@@ -110,19 +110,31 @@ def unroll(
     return states
 
 
-def _first_step(
-    chains: list[_Chain], plan: SlotPlan, entered: StepInput, rope: Rope, *, grid: torch.Size
+def causal_step(
+    layers: Sequence[DraftLayer],
+    plan: SlotPlan,
+    entered: StepInput,
+    rope: Rope,
+    *,
+    grid: torch.Size,
 ) -> tuple[Tensor, list[Tensor]]:
     """Step 0: keys of all pairs, queries of the last layer only where a slot is unrolled.
+
+    Args:
+        layers: the first one may read tokens.
+        plan: its `pairs`, `active` and `active_pairs` are read.
+        entered: of the pairs.
+        rope: of the pairs.
+        grid: (batch, seq).
 
     Returns:
         [active, hidden], and the block's keys and values of each layer in turn.
     """
     hidden, tokens = entered
     blocks: list[Tensor] = []
-    for chain in chains:
-        attention = chain.layer.self_attn
-        inputs, residual = chain.layer.enter(hidden)
+    for layer in layers:
+        attention = layer.self_attn
+        inputs, residual = layer.enter(hidden)
         key, value = (
             rows.new_zeros(grid.numel(), *rows.shape[1:])
             .index_copy(0, plan.pairs, rows)
@@ -132,7 +144,7 @@ def _first_step(
         )
         blocks += [key, value]
         slots = plan.pairs
-        if chain is chains[-1]:
+        if layer is layers[-1]:
             slots, at = plan.active, plan.active_pairs
             inputs, residual, tokens = (
                 part.index_select(0, at) for part in (inputs, residual, tokens)
@@ -140,7 +152,7 @@ def _first_step(
             rope = rope[0].index_select(0, at), rope[1].index_select(0, at)
         query = attention.queries(inputs, rope, tokens)
         attended = ttt_attention(query, key, value, [], [], slots=slots)
-        hidden = chain.layer.finish(residual, attended)
+        hidden = layer.finish(residual, attended)
     return hidden, blocks
 
 

@@ -24,6 +24,7 @@ from draftsmith.inference.policies import ChainPolicy, DynamicTreePolicy, Static
 from draftsmith.models.eagle import EagleMethod
 from draftsmith.models.eagle3 import Eagle3Method
 from draftsmith.models.load import load_drafter
+from draftsmith.models.mtp import MtpMethod
 from draftsmith.models.protocols import TrainBatch
 from draftsmith.models.small_model import SmallModelMethod
 from draftsmith.models.target import TargetModel
@@ -103,6 +104,14 @@ def eagle(**settings: Any) -> Build:
     return build
 
 
+def mtp(**settings: Any) -> Build:
+    def build(gate: Gate) -> Any:
+        usual: dict[str, Any] = {"num_steps": STEPS, "intermediate_size": 128}
+        return MtpMethod(**(usual | settings)).build(gate.target.head(), None, [])
+
+    return build
+
+
 def small_model(gate: Gate) -> Any:
     method = SmallModelMethod(num_hidden_layers=1, num_steps=STEPS)
     target = asdict(TargetConfig(name_or_path=str(gate.folder), dtype="float32"))
@@ -131,6 +140,22 @@ CASES: dict[str, tuple[Build, str]] = {
         "kl",
     ),
     "eagle3_own_tokens": (eagle3(step_tokens=["true", "own", "own", "own"]), "kl"),
+    "mtp": (mtp(), "kl"),
+    "mtp_mimo_own_tokens": (
+        mtp(
+            concat="hidden_first",
+            zero_first_slot=True,
+            attention_bias=True,
+            step_tokens=["true", "own", "own", "own"],
+        ),
+        "kl",
+    ),
+    "mtp_before_norm_full": (
+        mtp(recycle="before_norm", depth_attention="full", qk_norm=True),
+        "kl",
+    ),
+    "mtp_modules": (mtp(num_modules=3, checkpoint_steps=True), "ce"),
+    "mtp_experts": (mtp(num_experts=4, moe_intermediate_size=64), "kl"),
     "eagle3_cross_entropy": (eagle3(checkpoint_steps=True), "ce"),
 }
 
