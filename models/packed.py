@@ -116,17 +116,17 @@ class _Step:
 _RUNNING: ContextVar[_Step] = ContextVar("draftsmith_packed_step")
 
 
-class _PackedKeyValues(DynamicCache):
+class PackedKeyValues(DynamicCache):
     """What the model takes for its cache: it only notes the layer, the segments do the rest."""
 
     def __init__(self, step: _Step) -> None:
         super().__init__()
-        self._step = step
+        self.step = step
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        self._step.layer = layer_idx
+        self.step.layer = layer_idx
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 (transformers' signature)
@@ -183,6 +183,32 @@ def _attend(
 AttentionInterface.register(INTERFACE_NAME, _attend)
 
 
+@contextmanager
+def packed_attention(
+    configs: Sequence[Any], segments: Sequence[Segment]
+) -> Iterator[PackedKeyValues]:
+    """What transformers' modules need to read packed rows: [1, total, ...] of all segments.
+
+    Args:
+        configs: every configuration object that a part of the model reads its attention from.
+        segments: whose new tokens the rows are.
+
+    Yields:
+        What to pass for the cache. A layer's keys go where its `layer_idx` says.
+    """
+    step = _Step(segments)
+    before = [config._attn_implementation_internal for config in configs]
+    token = _RUNNING.set(step)
+    for config in configs:
+        config._attn_implementation_internal = INTERFACE_NAME
+    try:
+        yield PackedKeyValues(step)
+    finally:
+        for config, kind in zip(configs, before, strict=True):
+            config._attn_implementation_internal = kind
+        _RUNNING.reset(token)
+
+
 class PackedModel:
     """A target model, or a small language model as draft, read in packed forwards."""
 
@@ -190,7 +216,7 @@ class PackedModel:
         """Raises ValueError for a model that cannot be read this way."""
         self.model = model
         self.device = model.device
-        self._configs = _attention_configs(model.model)
+        self._configs = attention_configs(model.model)
         kinds = {config._attn_implementation_internal for config in self._configs}
         if any("flash" in str(kind) for kind in kinds):
             logger.warning(
@@ -232,35 +258,21 @@ class PackedModel:
         """
         ids = torch.cat([segment.tokens for segment in segments])[None]
         positions = torch.cat([segment.new_positions(self.device) for segment in segments])[None]
-        step = _Step(segments)
-        with self._packed_attention(step):
+        with packed_attention(self._configs, segments) as cache:
             output = self.model.forward(
                 ids,
                 position_ids=positions,
-                cache=_PackedKeyValues(step),
+                cache=cache,
                 aux_layer_ids=aux_layer_ids,
                 logits="all" if logits == "all" else "none",
             )
-        if step.layers_attended == 0:
+        if cache.step.layers_attended == 0:
             raise ValueError(self._refusal("does not attend through transformers' interface"))
         if logits == "last":
             ends = torch.tensor([segment.new for segment in segments]).cumsum(0) - 1
             states = output.final_hidden_states[:, ends.to(self.device)]
             output.logits = self.model.logits(states)
         return output
-
-    @contextmanager
-    def _packed_attention(self, step: _Step) -> Iterator[None]:
-        before = [config._attn_implementation_internal for config in self._configs]
-        token = _RUNNING.set(step)
-        for config in self._configs:
-            config._attn_implementation_internal = INTERFACE_NAME
-        try:
-            yield
-        finally:
-            for config, kind in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = kind
-            _RUNNING.reset(token)
 
     def _try(self) -> None:
         """Reads two short sequences and a small tree both ways.
@@ -323,7 +335,7 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     return float(difference.pow(2).mean().sqrt()) <= 0.5 * float(expected.float().std())
 
 
-def _attention_configs(model: nn.Module) -> list[Any]:
+def attention_configs(model: nn.Module) -> list[Any]:
     """Every configuration object that some part of the model reads its attention from."""
     found = {
         id(config): config

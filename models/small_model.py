@@ -75,6 +75,7 @@ from draftsmith.models.target_source import (
     resolve_target,
 )
 from draftsmith.models.target_structure import find_structure, first_tensor, text_config_of
+from draftsmith.models.tied_names import leave_out_tied_names
 
 DRAFTSMITH_CLASS = "draftsmith.models.small_model.SmallModelDraft"
 DEFAULT_LAYERS = 4
@@ -127,7 +128,7 @@ class SmallModelDraft(nn.Module):
         self._decoder = (find_structure(model.model).decoder,)
         self._target_vocab_size = model.vocab_size
         self._head_factor: float | None = None
-        self._leave_out_tied_names()
+        leave_out_tied_names(self)
 
     @classmethod
     def load(
@@ -238,23 +239,6 @@ class SmallModelDraft(nn.Module):
         return hidden if self._head_factor == 1.0 else hidden * self._head_factor, weight
 
     # Saving.
-
-    def _leave_out_tied_names(self) -> None:
-        """Names each tensor once: a head tied to the embeddings is not stored a second time."""
-        every = dict(self.named_parameters(remove_duplicate=False))
-        tied = every.keys() - dict(self.named_parameters()).keys()
-
-        def leave_out(_: Any, state: dict[str, Tensor], prefix: str, __: Any) -> None:
-            for name in tied:
-                state.pop(f"{prefix}{name}", None)
-
-        def not_missing(_: Any, keys: Any) -> None:
-            ends = tuple(tied)
-            keys.missing_keys[:] = [key for key in keys.missing_keys if not key.endswith(ends)]
-
-        if tied:
-            self.register_state_dict_post_hook(leave_out)
-            self.register_load_state_dict_post_hook(not_missing)
 
     def saved_form(self, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
         """An ordinary transformers checkpoint: its configuration, and tensors by published name.
