@@ -59,8 +59,8 @@ bench: $(STAMP)
 bench-train: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -P bench/train_step.py $(BENCH_ARGS)
 
-# Exported drafts in vLLM and speculators, which want their own environment (3.7 GB); on any CPU.
-# ENGINE_ARGS="--draft RUN --eagle RUN --json FILE"
+# Exported drafts in vLLM and speculators, which want their own environment (3.7 GB), and in this
+# one's transformers; on any CPU. ENGINE_ARGS="--draft RUN --eagle RUN --dflash RUN --dspark RUN --json FILE"
 engine-check: $(STAMP) $(ENGINE_STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -P bench/engine_check.py \
 	  --engine-python $(ENGINE_VENV)/bin/python $(ENGINE_ARGS)

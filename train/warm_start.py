@@ -1,4 +1,4 @@
-"""Starts a draft from the weights of another: one of ours, or EAGLE-1/3 of another program.
+"""Starts a draft from the weights of another: one of ours, or one of another program.
 
 The weights of a draft mean something only in the layout that they were trained in, so every setting
 of the layout is compared, not only the shapes. The draft vocabulary may change: the head's rows go
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftsmith.data.vocabulary import DraftVocabulary
 from draftsmith.models.format_keys import float_dtype
+from draftsmith.models.format_mtp import native_layout
 from draftsmith.models.formats import read_foreign, recognise_foreign
 from draftsmith.models.import_checkpoint import check_embeddings
 from draftsmith.models.load import draft_folder, load_draft
@@ -53,6 +54,12 @@ LAYOUT = (
     "sliding_window",
     "sequential_head",
     "confidence_with_markov",
+    "num_modules",
+    "concat",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "block",
 )
 """Settings that change what the same weights compute, or the tokens that they know."""
 
@@ -84,10 +91,10 @@ def read_warm_start(folder: str, target: TargetConfig, aux_layer_ids: Sequence[i
             where that does not say.
 
     Raises:
-        ValueError: it cannot be read, or has embeddings that are not the target's.
+        ValueError: it cannot be read, or has embeddings or a head that are not the target's.
     """
     path = draft_folder(folder)
-    if recognise_foreign(path) is None:
+    if recognise_foreign(path) is None and native_layout(path) is None:
         draft = load_draft(path, dtype="float32", device="cpu")
         return WarmStart(folder, draft.config, dict(draft.state_dict()))
     facts, remark = read_target_facts(target), ""
@@ -101,7 +108,7 @@ def read_warm_start(folder: str, target: TargetConfig, aux_layer_ids: Sequence[i
             f"; it does not say which target layers it reads, so this run's are taken for them: "
             f"{list(aux_layer_ids)} (0-based outputs)"
         )
-    if found.embed_tokens is not None:
+    if found.holds_target:
         head = read_target_head(target, float_dtype(found.tensors))
         check_embeddings(found, head, target.name_or_path)
     tensors = {
@@ -170,6 +177,11 @@ def _check_layout(draft: Any, start: WarmStart) -> None:
     for name in LAYOUT:
         before, now = getattr(start.config, name, None), getattr(draft.config, name, None)
         if before != now:
+            if isinstance(before, dict) and isinstance(now, dict):
+                # Of a target's whole configuration, what differs.
+                both = {key for key in before | now if before.get(key) != now.get(key)}
+                before = {key: before.get(key) for key in both}
+                now = {key: now.get(key) for key in both}
             raise ValueError(
                 f"init_from={start.folder} was trained with {name}={before!r}, but this run has "
                 f"{now!r}. The same weights would compute something else: use the settings of the "
