@@ -5,16 +5,14 @@
     python bench/train_step.py --peer their_package.step:make_step
 
 A step is forward, backward and a fused AdamW update on one batch of 2 x 512 tokens. The *floor* is
-the CPU time of the same matrix products at the same shapes and nothing else: every projection, the
-MLP, the heads of draft and target, scores and values of the attention, forward and backward. Step,
-floor and peer take turns in one process, so that a disturbance of the machine hits all alike; peak
-memory is that of a fresh process that does steps only. Times are CPU seconds of the process (all
-threads) and wall-clock seconds; ratios are between minima of the same run.
+the CPU time of the same matrix products at the same shapes and nothing else, forward and backward
+(bench/step_floor.py lists them). Step, floor and peer take turns in one process, so that a
+disturbance of the machine hits all alike; peak memory is that of a fresh process that does steps
+only. Times are CPU seconds of the process (all threads) and wall-clock seconds; ratios are between
+minima of the same run.
 
 A peer is any importable function. It is called with the case's sizes (a dict) and returns a
 callable; each call of that with the batch (a dict of tensors) does one whole step.
-
-Axes of the products: rows, inputs, outputs.
 """
 
 from __future__ import annotations
@@ -29,50 +27,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftsmith.models.block_anchors import anchor_candidates, plan_blocks
+from draftsmith.models.dflash import DFlashMethod
+from draftsmith.models.dspark import DSparkMethod
 from draftsmith.models.eagle import EagleMethod
 from draftsmith.models.eagle3 import Eagle3Method
 from draftsmith.models.protocols import TrainBatch
 from draftsmith.models.target import TargetHead
 from draftsmith.models.target_structure import find_structure
-from draftsmith.models.ttt_slots import SlotPlan, plan_slots, supervised_places
+from draftsmith.models.ttt_slots import plan_slots, supervised_places
 from draftsmith.train.objectives import make_objective
 
-AUX_LAYERS = (0, 1, 3)
-FORWARD, BOTH_WAYS = ("output",), ("output", "input", "weight")
+sys.path.append(str(Path(__file__).parent))
+
+from step_floor import AUX_LAYERS, Case, Floor, products_of
+
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is trained on what: a narrow draft over a small vocabulary."""
-
-    name: str
-    method: str = "eagle3"
-    threads: int = 1
-    dtype: str = "float32"
-    """bfloat16: under autocast."""
-    supervised: float = 1.0
-    """Share of each row's tokens, at its end, that is supervised."""
-    steps: int = 7
-    vocab: int = 8000
-    draft_vocab: int = 8000
-    checkpoint_steps: bool = False
-    memory_only: bool = False
-    batch: int = 2
-    seq: int = 512
-    hidden: int = 256
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    intermediate: int = 512
+OBJECTIVES = {"dflash": "ce", "dspark": "ce_l1"}
+"""As published; kl otherwise."""
 
 
 CASES = (
@@ -85,6 +64,17 @@ CASES = (
     Case("eagle1, all supervised, 1 thread", method="eagle1", steps=1),
     Case("eagle1, 3 steps, 1 thread", method="eagle1", steps=3),
     Case("eagle3, recomputed steps, 1 thread", checkpoint_steps=True),
+    *(
+        Case(
+            f"{method}, {anchors} blocks, 1 thread",
+            method=method,
+            layers=5,
+            anchors=anchors,
+            block=block,
+        )
+        for method, block in (("dflash", 16), ("dspark", 7))
+        for anchors in (64, 128)
+    ),
     Case("memory: 3 steps", steps=3, memory_only=True),
     Case("memory: 7 steps", memory_only=True),
     Case("memory: 3 recomputed steps", steps=3, checkpoint_steps=True, memory_only=True),
@@ -126,6 +116,13 @@ def make_draft(case: Case, head: TargetHead) -> Any:
         "num_steps": case.steps,
         "checkpoint_steps": case.checkpoint_steps,
     }
+    if case.is_block:
+        del sizes["num_steps"], sizes["checkpoint_steps"]
+        sizes |= {"num_hidden_layers": case.layers, "block_size": case.block}
+        sizes |= {"num_anchors": case.anchors, "mask_token_id": case.vocab - 1}
+        if case.method == "dspark":
+            return DSparkMethod(**sizes, markov_rank=case.rank).build(head, None, AUX_LAYERS)
+        return DFlashMethod(**sizes).build(head, None, AUX_LAYERS)
     vocabulary = DraftVocabulary(case) if case.draft_vocab < case.vocab else None
     if case.method == "eagle1":
         return EagleMethod(**sizes).build(head, vocabulary, ())
@@ -148,116 +145,33 @@ def make_batch(case: Case) -> TrainBatch:
 
 def make_step(case: Case, draft: Any, head: TargetHead, batch: TrainBatch) -> Callable[[], None]:
     """One whole training step, as train/loop.py does it on one process."""
-    objective = make_objective("kl")
+    objective = make_objective(OBJECTIVES.get(case.method, "kl"))
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
+        count = draft.normaliser(batch).float()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=case.dtype == "bfloat16"):
             output = draft(batch, target_head=head, objective=objective)
-        (output.loss_sum / draft.normaliser(batch).float()).backward()
+        (output.loss_sum / count).backward()
         optimizer.step()
 
     return step
 
 
-# The floor.
-
-
-@dataclass(frozen=True)
-class Product:
-    """[rows, inputs] x [inputs, outputs] and the products of its gradients, in a batch of such."""
-
-    rows: int
-    inputs: int
-    outputs: int
-    sides: tuple[str, ...] = BOTH_WAYS
-    """What is computed: the output, the gradients towards the input and towards the weight."""
-    batch: int = 1
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.rows * self.inputs * self.outputs * len(self.sides)
-
-
-def linear_products(case: Case, plan: SlotPlan) -> list[Product]:
-    """All projections, MLPs and heads of a step, from the equations of the method."""
-    size, width, kv_width = case.hidden, case.heads * case.head_dim, case.kv_heads * case.head_dim
-    pairs, active, rows = len(plan.pairs), len(plan.active), len(plan.places)
-    reads = 2 * size if case.method == "eagle3" else size
-    products = [Product(rows, size, case.vocab, FORWARD)]  # The target's head teaches.
-    if case.method == "eagle3":  # No gradient towards the features.
-        products.append(Product(pairs, len(AUX_LAYERS) * size, size, ("output", "weight")))
-    head_sides = BOTH_WAYS if case.method == "eagle3" else ("output", "input")  # Frozen in EAGLE-1.
-    for step in range(case.steps):
-        entered = active if step else pairs
-        if case.method == "eagle1":
-            sides = BOTH_WAYS if step else ("output", "weight")
-            products.append(Product(entered, 2 * size, size, sides))
-        products += [
-            Product(active, reads, width),
-            *[Product(entered, reads, kv_width)] * 2,
-            Product(active, width, size),
-            *[Product(active, size, case.intermediate)] * 2,
-            Product(active, case.intermediate, size),
-            Product(rows, size, case.draft_vocab, head_sides),
-        ]
-    return products
-
-
-def attention_products(case: Case, plan: SlotPlan, *, piece: int | None) -> list[Product]:
-    """Scores and values of the block of step 0 and of the own entries, for all steps.
-
-    Args:
-        case: Gives the sizes.
-        plan: Gives the slots.
-        piece: Queries at a time, each piece with the keys up to its end only: what causality
-            leaves to do. None: every query with every key of its row.
-    """
-    queries = -(-len(plan.active) // case.batch)  # Per row, at its end.
-    first = case.seq - queries
-    piece = piece or queries
-    batch = case.batch * case.heads
-    products = []
-    for start in range(first, case.seq, piece):
-        stop = min(start + piece, case.seq)
-        products.append(Product(stop - start, case.head_dim, stop, batch=batch))  # Scores.
-        products.append(Product(stop - start, stop, case.head_dim, batch=batch))  # Values.
-    products = products * case.steps
-    own = len(plan.active) * case.kv_heads
-    for step in range(1, case.steps):
-        groups = case.heads // case.kv_heads
-        products.append(Product(groups, case.head_dim, step, batch=own))
-        products.append(Product(groups, step, case.head_dim, batch=own))
-    return products
-
-
-class Floor:
-    """Runs products in buffers of their shapes."""
-
-    def __init__(self, products: list[Product], dtype: str) -> None:
-        self.products = products
-        self.dtype = getattr(torch, dtype)
-        self.buffers: dict[tuple[Any, ...], Tensor] = {}
-
-    def run(self) -> None:
-        for product in self.products:
-            batch = (product.batch,) if product.batch > 1 else ()
-            multiply = torch.bmm if batch else torch.mm
-            shapes = {
-                "input": (*batch, product.rows, product.inputs),
-                "weight": (*batch, product.outputs, product.inputs),
-                "output": (*batch, product.rows, product.outputs),
-            }
-            x, w, y = (self._buffer("in", shape) for shape in shapes.values())
-            factors = {"output": (x, w.mT), "input": (y, w), "weight": (y.mT, x)}
-            for side in product.sides:
-                multiply(*factors[side], out=self._buffer("out", shapes[side]))
-
-    def _buffer(self, use: str, shape: tuple[int, ...]) -> Tensor:
-        if (use, shape) not in self.buffers:
-            self.buffers[use, shape] = torch.randn(shape).to(self.dtype)
-        return self.buffers[use, shape]
+def make_plan(case: Case, draft: Any, batch: TrainBatch) -> Any:
+    """The slots or blocks that a step works on; anchors are evenly spread here, drawn in a step."""
+    if case.is_block:
+        candidates = anchor_candidates(batch)
+        spread = torch.arange(case.anchors) * len(candidates) // case.anchors
+        return plan_blocks(
+            batch,
+            candidates[spread],
+            num_steps=draft.config.num_steps,
+            cumulative=draft.cumulative_supervision,
+        )
+    places = supervised_places(batch.supervised_mask, batch.keep_mask, draft.config.mask_alignment)
+    return plan_slots(places, batch.keep_mask, num_steps=case.steps)
 
 
 # Measuring, in a process of its own.
@@ -282,14 +196,9 @@ def measure_times(case: Case, repeats: int, peer: str | None) -> dict[str, Any]:
     torch.manual_seed(SEED)
     head, batch = make_head(case), make_batch(case)
     draft = make_draft(case, head)
-    places = supervised_places(batch.supervised_mask, batch.keep_mask, draft.config.mask_alignment)
-    plan = plan_slots(places, batch.keep_mask, num_steps=case.steps)
-    linear = linear_products(case, plan)
-    ways = {
-        "step": make_step(case, draft, head, batch),
-        "linear": Floor(linear, case.dtype).run,
-        "square": Floor(attention_products(case, plan, piece=None), case.dtype).run,
-        "causal": Floor(attention_products(case, plan, piece=128), case.dtype).run,
+    products = products_of(case, make_plan(case, draft, batch))
+    ways = {"step": make_step(case, draft, head, batch)} | {
+        name: Floor(some, case.dtype).run for name, some in products.items()
     }
     if peer is not None:
         ways["peer"] = load_peer(peer, case, batch)
@@ -303,16 +212,16 @@ def measure_times(case: Case, repeats: int, peer: str | None) -> dict[str, Any]:
                 cpu[name].append(time.process_time() - cpu_start)
                 wall[name].append(time.perf_counter() - wall_start)
     least = {name: min(seconds) for name, seconds in cpu.items()}
-    floor = least["linear"] + least["square"]
+    floor = least["linear"] + least["plain"]
     found = {
         "cpu_s_min": least["step"],
         "cpu_s_median": statistics.median(cpu["step"]),
         "wall_s_median": statistics.median(wall["step"]),
         "floor_s": floor,
-        "floor_causal_s": least["linear"] + least["causal"],
+        "floor_needed_s": least["linear"] + least["needed"],
         "ratio_to_floor": least["step"] / floor,
-        "ratio_to_causal_floor": least["step"] / (least["linear"] + least["causal"]),
-        "floor_gflops": sum(product.flops for product in linear) / least["linear"] / 1e9,
+        "ratio_to_needed_floor": least["step"] / (least["linear"] + least["needed"]),
+        "floor_gflops": sum(one.flops for one in products["linear"]) / least["linear"] / 1e9,
     }
     if peer is not None:
         found |= {
@@ -393,6 +302,9 @@ def run_case(case: Case, repeats: int, peer: str | None) -> dict[str, Any]:
         "vocab": case.vocab,
         "draft_vocab": case.draft_vocab,
         "checkpoint_steps": case.checkpoint_steps,
+        "layers": case.layers,
+        "blocks": case.anchors,
+        "block_slots": case.block,
         "tokens": case.batch * case.seq,
     }
     row |= in_fresh_process(case, {"measure": "memory"})
@@ -433,7 +345,7 @@ def show(row: dict[str, Any]) -> None:
             f"  CPU s {row['cpu_s_min']:.2f} min {row['cpu_s_median']:.2f} median"
             f"  wall {row['wall_s_median']:.2f}"
             f"  floor {row['floor_s']:.2f} x {row['ratio_to_floor']:.3f}"
-            f"  (causal {row['floor_causal_s']:.2f} x {row['ratio_to_causal_floor']:.3f})"
+            f"  (needed {row['floor_needed_s']:.2f} x {row['ratio_to_needed_floor']:.3f})"
         )
     if "peer" in row:
         text += f"  peer {row['peer_cpu_s_min']:.3f} min, {row['peer_peak_gib']:.2f} GiB"
@@ -458,7 +370,7 @@ def main() -> None:
     sizes = cases[0]
     print(  # noqa: T201 (a script)
         f"{sizes.batch} x {sizes.seq} tokens, hidden {sizes.hidden}, {sizes.heads} heads of "
-        f"{sizes.head_dim}, {sizes.kv_heads} key/value heads, MLP {sizes.intermediate}, one layer; "
+        f"{sizes.head_dim}, {sizes.kv_heads} key/value heads, MLP {sizes.intermediate}; "
         f"torch {torch.__version__}, {settings.repeats} repeats"
     )
     rows = []

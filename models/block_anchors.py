@@ -7,10 +7,11 @@ While drafting the anchor is the last committed token; context are the positions
     slot  j                 with `sample_from_anchor` (DSpark): the anchor's slot predicts too
     slot  j + 1             without (DFlash): slot k predicts the token of its own position a+k
 
-Anchors are drawn from all candidates of a batch, so that the work of a step does not depend on the
-length of its rows. A block that runs over the end of its row has slots there, as it has while
-drafting, but they are not supervised. With `cumulative` supervision (DSpark) the first unsupervised
-label ends a block, without (DFlash) later slots still count.
+While training anchors are drawn from all candidates of a batch, so that the work of a step does not
+depend on the length of its rows; a validation takes every candidate. A block that runs over the end
+of its row has slots there, as it has while drafting, but they are not supervised. With `cumulative`
+supervision (DSpark) the first unsupervised label ends a block, without (DFlash) later slots still
+count.
 
 Differs from the published code (SpecForge a6b6b02, DeepSpec afdfa7c): a number of anchors per
 batch, not per row, and no empty blocks where a row has fewer.
@@ -23,12 +24,14 @@ batch_index * seq + position.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.models.protocols import ObjectiveOutput, TrainBatch
+from draftsmith.models.simulated_rounds import simulated_rounds
 
 GROUP_BLOCKS = 8
 """Neighbouring blocks that attend together, over the context up to their last anchor (our
@@ -64,6 +67,44 @@ class BlockPlan:
     """[blocks, steps] the token that the step predicts, -1 where the text has ended."""
     supervised: Tensor
     """[blocks, steps] bool."""
+    masks: dict[str, Any] = field(default_factory=dict)
+    """What an attention derived from the plan, for all layers."""
+
+    def row_starts(self) -> Tensor:
+        """[blocks] where position 0 of each block's row is in `context`."""
+        counts = [group.blocks.stop - group.blocks.start for group in self.groups]
+        starts = torch.tensor([group.row_start for group in self.groups], dtype=torch.long)
+        starts = starts.repeat_interleave(torch.tensor(counts, dtype=torch.long))
+        return starts.to(self.anchors.device)
+
+    def pieces(self, num_slots: int, slots: int) -> list[BlockPlan]:
+        """The plan in runs of whole groups; context and row starts stay those of the whole.
+
+        Args:
+            num_slots: Slots of a piece, about: a piece has at least one group.
+            slots: Of a block.
+        """
+        found: list[list[BlockGroup]] = [[]]
+        count = 0
+        for group in self.groups:
+            own = (group.blocks.stop - group.blocks.start) * slots
+            if found[-1] and count + own > num_slots:
+                found.append([])
+                count = 0
+            found[-1].append(group)
+            count += own
+        return [self] if len(found) == 1 else [self._part(groups) for groups in found]
+
+    def _part(self, groups: list[BlockGroup]) -> BlockPlan:
+        first = groups[0].blocks.start
+        blocks = slice(first, groups[-1].blocks.stop)
+        moved = [
+            replace(group, blocks=slice(group.blocks.start - first, group.blocks.stop - first))
+            for group in groups
+        ]
+        names = ("anchors", "positions", "places", "labels", "supervised")
+        own = {name: getattr(self, name)[blocks] for name in names}
+        return BlockPlan(**own, context=self.context, groups=moved)
 
 
 def anchor_candidates(batch: TrainBatch) -> Tensor:
@@ -74,22 +115,20 @@ def anchor_candidates(batch: TrainBatch) -> Tensor:
     return candidates.flatten().nonzero().squeeze(-1)
 
 
-def choose_anchors(candidates: Tensor, num_anchors: int, *, random: bool) -> Tensor:
+def draw_anchors(candidates: Tensor, num_anchors: int) -> Tensor:
     """[blocks] `num_anchors` of the candidates, ascending; all of them where there are fewer.
+
+    Draws without replacement from torch's generator of the CPU, which the training loop seeds for
+    every micro-batch.
 
     Args:
         candidates: [candidates] flat positions, ascending.
         num_anchors: Blocks of a batch.
-        random: Draw without replacement from torch's generator of the CPU, which checkpoints
-            restore; otherwise evenly spread ones, always the same.
     """
     count = len(candidates)
     if count <= num_anchors:
         return candidates
-    if random:
-        chosen = torch.randperm(count)[:num_anchors].sort().values
-    else:
-        chosen = torch.arange(num_anchors) * count // num_anchors
+    chosen = torch.randperm(count)[:num_anchors].sort().values
     return candidates[chosen.to(candidates.device)]
 
 
@@ -153,6 +192,29 @@ def by_step(plan: BlockPlan, values: Tensor) -> Tensor:
     spread = torch.zeros_like(plan.supervised, dtype=torch.float64)
     spread[plan.supervised] = values.double()
     return spread
+
+
+def accepted_by_place(batch: TrainBatch, plan: BlockPlan, output: ObjectiveOutput) -> Tensor:
+    """[batch * seq] right leading predictions of the block that is anchored at each position."""
+    found = torch.zeros(batch.input_ids.numel(), dtype=torch.float64, device=plan.anchors.device)
+    found[plan.anchors] = by_step(plan, output.correct[0]).cumprod(1).sum(1)
+    return found
+
+
+def rounds_of(batch: TrainBatch, accepted: Tensor) -> dict[str, Tensor]:
+    """The sums `rounds` and `round_tokens` of a batch (models/simulated_rounds.py).
+
+    Args:
+        batch: Of which every candidate was an anchor.
+        accepted: [batch * seq] of `accepted_by_place`, added over all of them.
+    """
+    starts = torch.zeros(batch.input_ids.numel(), dtype=torch.bool, device=accepted.device)
+    starts[anchor_candidates(batch)] = True
+    starts = starts.view(batch.input_ids.shape)
+    # The walk passes over the first place of an answer, from where prefill writes its first token;
+    # that token is the first anchor.
+    starts[:, :-1] |= starts[:, 1:].clone()
+    return simulated_rounds(starts, accepted.view(starts.shape))
 
 
 def block_sums(plan: BlockPlan, output: ObjectiveOutput, weights: Tensor) -> dict[str, Tensor]:

@@ -34,16 +34,22 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.models.block_anchors import (
     BlockPlan,
+    accepted_by_place,
     anchor_candidates,
     block_sums,
-    choose_anchors,
+    draw_anchors,
     plan_blocks,
+    rounds_of,
 )
 from draftsmith.models.block_attention import block_attention, slots_hidden
+from draftsmith.models.block_pieces import train_in_pieces
 from draftsmith.models.block_proposal import Proposal, propose_tokens
+from draftsmith.models.block_tree import propose_trees
 from draftsmith.models.draft_layer import DraftLayer, Rope
 from draftsmith.models.layered_draft import LayeredDraft, LayeredDraftConfig
+from draftsmith.models.lean_norms import rms_norm
 from draftsmith.models.protocols import (
+    BlockTree,
     Draft,
     DraftContext,
     Objective,
@@ -85,7 +91,7 @@ class BlockDraftConfig(LayeredDraftConfig):
     decay: float = 7.0
     """Step j of the loss weighs exp(-j / decay)."""
     num_anchors: int = 512
-    """Blocks that a batch is trained on."""
+    """Blocks that a micro-batch is trained on; a validation takes all."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -217,9 +223,11 @@ class BlockDraft(LayeredDraft):
         return torch.exp(-steps / self.config.decay)
 
     def choose_anchors(self, batch: TrainBatch) -> Tensor:
-        """[blocks] flat positions; drawn anew for every step of training, else evenly spread."""
+        """[blocks] flat positions: drawn anew for every step of training, else all candidates."""
         candidates = anchor_candidates(batch)
-        return choose_anchors(candidates, self.config.num_anchors, random=self.training)
+        if not self.training:
+            return candidates
+        return draw_anchors(candidates, self.config.num_anchors)
 
     def _plan_for(self, batch: TrainBatch, user: str) -> BlockPlan:
         """The blocks of a batch: what `normaliser` counts is what `forward` trains on.
@@ -255,15 +263,54 @@ class BlockDraft(LayeredDraft):
             objective: What the predictions are taught by.
         """
         plan = self._plan_for(batch, "forward")
-        slots = self._backbone(batch, plan)  # [blocks, slots, hidden]
+        entries, rope = self._context_entries(batch, plan)
+
+        def evaluate(piece: BlockPlan, entries: Sequence[Tensor]) -> TrainOutput:
+            slots = self._slots(batch, piece, entries, rope)
+            return self._piece_output(batch, piece, slots, target_head, objective)
+
+        if getattr(objective, "couples_predictions", False):
+            output = evaluate(plan, entries)
+        else:
+            parameters, slots = list(self.parameters()), self.config.block_size
+            output = train_in_pieces(plan, entries, parameters, evaluate, slots=slots)
+        if not self.training:
+            output.sums |= rounds_of(batch, output.sums.pop("accepted"))
+        return output
+
+    def _first_projections(self, inputs: Tensor) -> Sequence[Tensor]:
+        """[blocks, slots, hidden] -> the first layer's `project`: once for all mask tokens."""
+        layer, (blocks, slots, _) = self.layers[0], inputs.shape
+        if not blocks:
+            return layer.self_attn.project(layer.enter(inputs.flatten(0, 1))[0])
+        distinct = torch.cat([inputs[:, 0], inputs[0, 1:2]])  # Anchors, then the mask.
+        parts = layer.self_attn.project(layer.enter(distinct)[0])
+        return [
+            torch.cat(
+                [part[:blocks, None], part[blocks:].expand(blocks, slots - 1, -1)], 1
+            ).flatten(0, 1)
+            for part in parts
+        ]
+
+    def _piece_output(
+        self,
+        batch: TrainBatch,
+        plan: BlockPlan,
+        slots: Tensor,
+        target_head: nn.Module,
+        objective: Objective,
+    ) -> TrainOutput:
+        """Loss and sums of blocks whose slots are [blocks, slots, hidden] after the last norm."""
         hidden = slots[:, self.config.first_slot :]  # [blocks, steps, hidden]
         before = self._tokens_before(batch, plan)
         supervised = plan.supervised
         weights = self.step_weights.expand(supervised.shape)[supervised]
+        places = plan.places[supervised]
         predictions = Predictions(
             draft_hidden=hidden[supervised][None],
             draft_head_weight=target_head.weight,  # type: ignore[arg-type]
-            target_hidden=batch.final_hidden_states.flatten(0, 1)[plan.places[supervised]],
+            target_hidden=batch.final_hidden_states.flatten(0, 1)[places],
+            target_places=places,
             supervised=torch.ones_like(weights, dtype=torch.bool)[None],
             weights=weights[None],
             draft_to_target=None,
@@ -273,6 +320,8 @@ class BlockDraft(LayeredDraft):
         )
         output = objective(predictions, target_head)
         sums = block_sums(plan, output, self.step_weights)
+        if not self.training:  # There every candidate is an anchor.
+            sums["accepted"] = accepted_by_place(batch, plan, output)
         return self._output(hidden, before, plan, output, sums)
 
     def _tokens_before(self, batch: TrainBatch, plan: BlockPlan) -> Tensor:
@@ -282,32 +331,47 @@ class BlockDraft(LayeredDraft):
 
     def _backbone(self, batch: TrainBatch, plan: BlockPlan) -> Tensor:
         """[blocks, slots, hidden] after the last norm."""
-        slots = self.config.block_size
+        return self._slots(batch, plan, *self._context_entries(batch, plan))
+
+    def _context_entries(self, batch: TrainBatch, plan: BlockPlan) -> tuple[list[Tensor], Rope]:
+        """Key and value of every layer in turn, [context, kv_heads, head_dim] each, and a rotary
+        table for all positions of the batch and a block behind."""
         positions = batch.position_ids.flatten()
-        table = self._rope_table(int(positions.max()) + slots)
-        places = positions[plan.anchors][:, None] + torch.arange(slots, device=positions.device)
-        rope = table[0][places.flatten()], table[1][places.flatten()]
+        table = self._rope_table(int(positions.max()) + self.config.block_size)
         seen = positions[plan.context]
-        context_rope = table[0][seen], table[1][seen]
+        rope = table[0][seen], table[1][seen]
         context = self._context(batch.aux_hidden_states.flatten(0, 1)[plan.context])
+        pairs = [layer.self_attn.keys_values(context, rope) for layer in self.layers]
+        return [entry for pair in pairs for entry in pair], table
+
+    def _slots(
+        self, batch: TrainBatch, plan: BlockPlan, entries: Sequence[Tensor], table: Rope
+    ) -> Tensor:
+        """[blocks, slots, hidden] after the last norm, given `_context_entries`."""
+        slots = self.config.block_size
+        anchors = batch.position_ids.flatten()[plan.anchors]
+        places = (anchors[:, None] + torch.arange(slots, device=anchors.device)).flatten()
+        rope = table[0][places], table[1][places]
         hidden = self._slot_inputs(batch.input_ids.flatten()[plan.anchors])
-        for layer, window in zip(self.layers, self.config.windows, strict=True):
-            inputs, residual = layer.enter(hidden)
+        for index, (layer, window) in enumerate(zip(self.layers, self.config.windows, strict=True)):
             attention = layer.self_attn
-            query = attention.queries(inputs, rope)
-            key, value = attention.keys_values(inputs, rope)
-            context_key, context_value = attention.keys_values(context, context_rope)
+            if index == 0:
+                projected = self._first_projections(hidden.unflatten(0, (-1, slots)))
+            else:
+                projected = attention.project(layer.enter(hidden)[0])
+            value = projected[2].unflatten(-1, (-1, attention.head_dim))
             attended = block_attention(
-                query.unflatten(0, (-1, slots)),
-                key.unflatten(0, (-1, slots)),
+                attention.turn_queries(projected[0], rope).unflatten(0, (-1, slots)),
+                attention.turn_keys(projected[1], rope).unflatten(0, (-1, slots)),
                 value.unflatten(0, (-1, slots)),
-                context_key,
-                context_value,
+                entries[2 * index],
+                entries[2 * index + 1],
                 plan=plan,
                 window=window,
             )
-            hidden = layer.finish(residual, attended.flatten(0, 1))
-        return self.norm(hidden).unflatten(0, (-1, slots))
+            hidden = layer.finish(hidden, attended.flatten(0, 1))
+        normed = rms_norm(hidden, self.norm.weight, self.norm.variance_epsilon)
+        return normed.unflatten(0, (-1, slots))
 
     # What a method may add.
 
@@ -364,6 +428,7 @@ class BlockDraft(LayeredDraft):
         num_draft_tokens: Sequence[int],
         sampling: Sequence[SamplingSettings],
         generators: Sequence[torch.Generator | None],
+        tree: BlockTree | None = None,
     ) -> list[Draft]:
         """Reads the committed features and proposes one block per sequence; see `BlockDrafter`.
 
@@ -387,13 +452,13 @@ class BlockDraft(LayeredDraft):
         first = self.config.first_slot
         hidden = hidden[:, first : first + max(counts)]  # [sequences, steps, hidden]
         head = self._target_head[0]
-        made = propose_tokens(
-            self._proposal(hidden, head(hidden.to(head.weight.dtype))),
-            chosen,
-            counts=counts,
-            sampling=[sampling[index] for index in fits],
-            generators=[generators[index] for index in fits],
-        )
+        proposal = self._proposal(hidden, head(hidden.to(head.weight.dtype)))
+        how = [sampling[index] for index in fits]
+        if tree is None:
+            own = [generators[index] for index in fits]
+            made = propose_tokens(proposal, chosen, counts=counts, sampling=how, generators=own)
+        else:
+            made = propose_trees(proposal, chosen, counts=counts, sampling=how, tree=tree)
         for index, draft in zip(fits, made, strict=True):
             drafts[index] = draft
         return drafts

@@ -18,21 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-Rope = tuple[Tensor, Tensor]
-"""cos and sin, [rows, 1, head_dim] each."""
-
-
-def _rotate(states: Tensor, rope: Rope) -> Tensor:
-    """[rows, heads, head_dim] -> the same, rotated by half-split rotary embeddings."""
-    cos, sin = rope
-    return states * cos + rotate_half(states) * sin
-
+from draftsmith.models.lean_norms import Rope, rms_norm, rotated
 
 QUIET = 0.3
 """Scale of the feature half of queries and keys at the start: states of different slots share a
 large constant part, which would otherwise make all slots look alike."""
+
+
+def _normed(norm: LlamaRMSNorm, states: Tensor) -> Tensor:
+    return rms_norm(states, norm.weight, norm.variance_epsilon)
+
+
+def _rotated(states: Tensor, rope: Rope, norm: LlamaRMSNorm | None) -> Tensor:
+    if norm is None:
+        return rotated(states, rope, None, 0.0)
+    return rotated(states, rope, norm.weight, norm.variance_epsilon)
 
 
 class DraftAttention(nn.Module):
@@ -102,11 +104,7 @@ class DraftAttention(nn.Module):
             rope: Of the rows.
             tokens: [rows, ...] of `project_tokens`. Where `states` has all columns it is not read.
         """
-        projected = self._project(self.q_proj, states, tokens, 0)
-        query = projected.unflatten(-1, (-1, self.head_dim))
-        if self.qk_norm:
-            query = self.q_norm(query)
-        return _rotate(query, rope).to(projected.dtype)
+        return self.turn_queries(self._project(self.q_proj, states, tokens, 0), rope)
 
     def keys_values(
         self, states: Tensor, rope: Rope, tokens: Tensor | None = None
@@ -115,10 +113,21 @@ class DraftAttention(nn.Module):
         width, kv_width = self.q_proj.out_features, self.k_proj.out_features
         key = self._project(self.k_proj, states, tokens, width)
         value = self._project(self.v_proj, states, tokens, width + kv_width)
-        key, value = (part.unflatten(-1, (-1, self.head_dim)) for part in (key, value))
-        if self.qk_norm:
-            key = self.k_norm(key)
-        return _rotate(key, rope).to(value.dtype), value
+        return self.turn_keys(key, rope), value.unflatten(-1, (-1, self.head_dim))
+
+    def project(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[rows, in_features] -> queries, keys and values, [rows, width] each, unrotated."""
+        return self.q_proj(states), self.k_proj(states), self.v_proj(states)
+
+    def turn_queries(self, projected: Tensor, rope: Rope) -> Tensor:
+        """[rows, width] of `q_proj` -> [rows, heads, head_dim], normed and rotated."""
+        query = projected.unflatten(-1, (-1, self.head_dim))
+        return _rotated(query, rope, self.q_norm if self.qk_norm else None)
+
+    def turn_keys(self, projected: Tensor, rope: Rope) -> Tensor:
+        """[rows, kv width] of `k_proj` -> [rows, kv_heads, head_dim], normed and rotated."""
+        key = projected.unflatten(-1, (-1, self.head_dim))
+        return _rotated(key, rope, self.k_norm if self.qk_norm else None)
 
     @staticmethod
     def _project(
@@ -159,7 +168,7 @@ class DraftLayer(nn.Module):
 
     def read_tokens(self, embedded: Tensor) -> Tensor:
         """[rows, hidden] embeddings -> what they add to q, k and v, for a layer that reads them."""
-        return self.self_attn.project_tokens(self.input_layernorm(embedded))
+        return self.self_attn.project_tokens(_normed(self.input_layernorm, embedded))
 
     def enter(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What q, k and v project, and the residual: [rows, hidden] each.
@@ -168,11 +177,11 @@ class DraftLayer(nn.Module):
             hidden: [rows, hidden] features or the previous layer's output.
         """
         if self.reads_tokens:
-            normed = self.hidden_norm(hidden)
+            normed = _normed(self.hidden_norm, hidden)
             return normed, normed if self.norm_before_residual else hidden
-        return (self.input_layernorm(hidden) if self.input_norm else hidden), hidden
+        return (_normed(self.input_layernorm, hidden) if self.input_norm else hidden), hidden
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [rows, hidden], attention output [rows, heads, head_dim] -> [rows, hidden]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp(_normed(self.post_attention_layernorm, hidden))

@@ -66,7 +66,7 @@ def flex_block(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
     seq, head_dim = query.shape[-2:]
     padded = -(-seq // BLOCK) * BLOCK
     query, key, value = (F.pad(x, (0, 0, 0, padded - seq)) for x in (query, key, value))
-    attend: Any = _compiled() if query.device.type == "cuda" else flex_attention
+    attend: Any = compiled() if query.device.type == "cuda" else flex_attention
     out, aux = attend(
         query,
         key,
@@ -80,7 +80,8 @@ def flex_block(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def compiled() -> Callable[..., Any]:
+    """flex_attention as one kernel, for all callers."""
     return torch.compile(flex_attention)
 
 

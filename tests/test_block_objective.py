@@ -6,6 +6,7 @@ The slow reference is written from the formulas, with all logits in memory and a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,36 @@ def test_a_correction_acts_in_every_objective(name: str) -> None:
     found = torch.autograd.grad(output.loss_sum, leaves)
     expected = torch.autograd.grad(wanted.loss_sum, leaves)
     for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("chunk_elements", [None, 25])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("name", ["kl", "ce", "ce_l1", "reverse_kl", "lk_lambda"])
+def test_rows_that_share_a_place_are_taught_as_if_each_had_its_own(
+    name: str, reduced: bool, chunk_elements: int | None
+) -> None:
+    head = Head(is_plain=True)
+    predictions, leaves = make_predictions(head, reduced=reduced)
+    places = torch.tensor([4, 9, 4, 7, 9, 4, 8])
+    firsts = torch.tensor([0, 1, 0, 3, 1, 0, 6])
+    predictions.target_hidden = predictions.target_hidden[firsts]
+    assert predictions.labels is not None
+    predictions.labels = predictions.labels[firsts]
+    objective = make_objective(name, chunk_elements=chunk_elements)
+    wanted = objective(predictions, head)
+    taught: list[int] = []
+    head.register_forward_pre_hook(lambda _head, given: taught.append(len(given[0])))
+    found = objective(replace(predictions, target_places=places), head)
+    if chunk_elements is None:
+        assert max(taught) == 4
+    for one, other in zip(vars(found).values(), vars(wanted).values(), strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(
+        torch.autograd.grad(found.loss_sum, leaves),
+        torch.autograd.grad(wanted.loss_sum, leaves),
+        strict=True,
+    ):
         torch.testing.assert_close(one, other)
 
 

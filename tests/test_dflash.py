@@ -21,7 +21,7 @@ import train_support
 from draftsmith.inference.decode import generate
 from draftsmith.inference.engine import Engine, Request
 from draftsmith.inference.policies import ChainPolicy, DynamicTreePolicy
-from draftsmith.models.block_anchors import anchor_candidates, choose_anchors, plan_blocks
+from draftsmith.models.block_anchors import anchor_candidates, draw_anchors, plan_blocks
 from draftsmith.models.block_attention import block_attention
 from draftsmith.models.dflash import DFlashDraft, DFlashMethod
 from draftsmith.models.protocols import SamplingSettings, TrainBatch
@@ -67,8 +67,9 @@ def test_every_block_of_a_batch_equals_an_uncached_one(llama: Any, variant: str)
         torch.testing.assert_close(found[index], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", ["dense", "grouped"])
 @pytest.mark.parametrize("window", [None, 3, 9])
-def test_attention_equals_its_definition(window: int | None) -> None:
+def test_attention_equals_its_definition(window: int | None, path: str) -> None:
     generator = torch.Generator().manual_seed(2)
     ids = torch.zeros(3, 20, dtype=torch.long)
     whole = torch.ones_like(ids, dtype=torch.bool)
@@ -84,7 +85,7 @@ def test_attention_equals_its_definition(window: int | None) -> None:
 
     parts = [drawn(16, 3, 4, 8), drawn(16, 3, 2, 8), drawn(16, 3, 2, 8)]
     parts += [drawn(28, 2, 8), drawn(28, 2, 8)]
-    found = block_attention(*parts, plan=plan, window=window)
+    found = block_attention(*parts, plan=plan, window=window, path=path)
     wanted = dense_attention(*parts, anchors=anchors, seq=20, window=window)
     torch.testing.assert_close(found, wanted)
     upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
@@ -185,23 +186,31 @@ def test_anchors_are_drawn_anew_for_every_step_and_repeat_with_the_generator() -
     candidates = torch.arange(100, 200)
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    first, second = (choose_anchors(candidates, 9, random=True) for _ in range(2))
+    first, second = (draw_anchors(candidates, 9) for _ in range(2))
     torch.set_rng_state(state)
-    assert torch.equal(choose_anchors(candidates, 9, random=True), first)
+    assert torch.equal(draw_anchors(candidates, 9), first)
     assert not torch.equal(first, second)
     assert first.tolist() == sorted(set(first.tolist()))
-    torch.manual_seed(8)  # Another rank.
-    assert not torch.equal(choose_anchors(candidates, 9, random=True), first)
+    torch.manual_seed(8)  # Another micro-batch.
+    assert not torch.equal(draw_anchors(candidates, 9), first)
+    assert torch.equal(draw_anchors(candidates, 200), candidates)
+
+
+def test_a_validation_takes_every_candidate_and_draws_nothing(llama: Any) -> None:
+    draft = make_draft(llama, num_anchors=3).eval()
+    batch = support.make_batch(llama)
     before = torch.get_rng_state()
-    spread = choose_anchors(candidates, 10, random=False)
-    assert spread.tolist() == list(range(100, 200, 10))
+    assert torch.equal(draft.choose_anchors(batch), anchor_candidates(batch))
     assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(choose_anchors(candidates, 200, random=True), candidates)
+    sums = run(draft, llama, batch).sums
+    assert float(sums["chains"]) == len(anchor_candidates(batch))
+    assert float(sums["rounds"]) > 0
+    assert "rounds" not in run(draft.train(), llama, batch).sums
 
 
 def test_every_candidate_becomes_an_anchor_in_the_end() -> None:
     torch.manual_seed(0)
-    drawn = torch.cat([choose_anchors(torch.arange(20), 4, random=True) for _ in range(200)])
+    drawn = torch.cat([draw_anchors(torch.arange(20), 4) for _ in range(200)])
     counts = torch.bincount(drawn, minlength=20)
     assert int(counts.min()) > 20
     assert int(counts.max()) < 65  # 40 expected.
@@ -300,6 +309,8 @@ def test_sums_by_step_are_those_of_the_blocks_written_out(llama: Any) -> None:
     batch = support.make_batch(llama)
     output = run(draft, llama, batch, "kl")
     head = llama.head()
+    for name in ("rounds", "round_tokens"):  # tests/test_monitoring.py
+        del output.sums[name]
     wanted = {name: torch.zeros(4, dtype=torch.float64) for name in output.sums}
     loss = 0.0
     for flat in anchor_candidates(batch).tolist():

@@ -24,6 +24,7 @@ from draftsmith.inference.engine import Engine, Request
 from draftsmith.inference.policies import ChainPolicy
 from draftsmith.models.dflash import DFlashConfig, DFlashDraft
 from draftsmith.models.dspark import DSparkConfig, DSparkDraft
+from draftsmith.models.formats import read_foreign
 from draftsmith.models.protocols import DraftContext, Predictions, SamplingSettings, TrainBatch
 from draftsmith.models.target import TargetHead, TargetModel
 from draftsmith.models.target_source import Fingerprint
@@ -46,17 +47,6 @@ SPECFORGE_SIZES = {
     "aux_layer_ids": [0, 1, 3],
     "mask_token_id": 999,
 }
-SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "vocab_size",
-)
 
 
 class Recording:
@@ -143,19 +133,10 @@ def test_dflash_losses_and_gradients_equal_specforges(golden_folder: Path) -> No
 
 
 def dflash_of(folder: Path) -> DFlashDraft:
-    """A draft as z-lab publishes it."""
-    raw = json.loads((folder / "config.json").read_text())
-    nested = raw["dflash_config"]
-    draft = DFlashDraft(
-        DFlashConfig(
-            **{name: raw[name] for name in SIZES},
-            rope_parameters={"rope_type": "default", "rope_theta": raw["rope_theta"]},
-            block_size=raw["block_size"],
-            mask_token_id=nested["mask_token_id"],
-            aux_layer_ids=nested["target_layer_ids"],
-        )
-    )
-    draft.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    """A draft as z-lab publishes it, through the importer."""
+    found = read_foreign(folder)
+    draft = DFlashDraft(found.config)
+    draft.load_state_dict(found.tensors, strict=True)
     return draft.eval()
 
 
@@ -263,26 +244,16 @@ class DeepSpecCase:
     """A checkpoint that DeepSpec saved, the batch it was run on, and what came out."""
 
     def __init__(self, folder: Path) -> None:
-        raw = json.loads((folder / "config.json").read_text())
-        weights = load_file(folder / "model.safetensors")
+        found = read_foreign(folder)
+        assert found.source == "DSpark, DeepSpec"
+        assert found.embed_tokens is not None
+        assert found.target_head is not None
         self.out = load_file(folder / "golden.safetensors")
         self.recorded = json.loads((folder / "golden.json").read_text())
-        self.head = head_of(weights.pop("embed_tokens.weight"), weights.pop("lm_head.weight"))
-        self.has_confidence = raw["enable_confidence_head"]
-        kind = HEADS[raw["markov_head_type"]] if raw["markov_rank"] else "none"
-        self.draft = DSparkDraft(
-            DSparkConfig(
-                **{name: raw[name] for name in SIZES},
-                rope_parameters=raw["rope_parameters"],
-                block_size=raw["block_size"],
-                mask_token_id=raw["mask_token_id"],
-                aux_layer_ids=raw["target_layer_ids"],
-                sequential_head=kind,
-                markov_rank=raw["markov_rank"],
-                confidence_head=self.has_confidence,
-            )
-        )
-        self.draft.load_state_dict(weights, strict=True)
+        self.head = head_of(found.embed_tokens, found.target_head.weight)
+        self.has_confidence = found.config.confidence_head
+        self.draft = DSparkDraft(found.config)
+        self.draft.load_state_dict(found.tensors, strict=True)
         self.draft.attach_target(embed_tokens=self.head.embed_tokens, head=self.head)
         out = self.out
         self.batch = batch_of(

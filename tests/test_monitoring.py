@@ -17,6 +17,8 @@ from torch import Tensor
 from draftsmith.conf.schema import TargetConfig
 from draftsmith.inference.decode import generate
 from draftsmith.inference.policies import ChainPolicy
+from draftsmith.models.dflash import DFlashMethod
+from draftsmith.models.dspark import DSparkMethod
 from draftsmith.models.eagle import EagleMethod
 from draftsmith.models.eagle3 import Eagle3Method
 from draftsmith.models.protocols import TrainBatch
@@ -27,6 +29,8 @@ from draftsmith.train.objectives import make_objective
 from draftsmith.train.sums import Sums, as_metrics
 
 TEXTS, PROMPT, ANSWER, STEPS = 12, 6, 30, 3
+MASK = 319
+"""The last id of the target's embeddings, which no answer contains."""
 
 
 @dataclass
@@ -82,7 +86,23 @@ def small_model(target: TargetModel) -> Any:
     return method.build(target.head(), None, (), target=settings)
 
 
-METHODS = {"eagle3": (eagle3, 50), "eagle": (eagle, 60), "small_model": (small_model, 20)}
+def dflash(target: TargetModel) -> Any:
+    method = DFlashMethod(num_hidden_layers=1, block_size=STEPS + 1, mask_token_id=MASK)
+    return method.build(target.head(), None, [0, 1, 2])
+
+
+def dspark(target: TargetModel) -> Any:
+    method = DSparkMethod(num_hidden_layers=1, block_size=STEPS, markov_rank=8, mask_token_id=MASK)
+    return method.build(target.head(), None, [0, 1, 2])
+
+
+METHODS = {
+    "eagle3": (eagle3, 50),
+    "eagle": (eagle, 60),
+    "small_model": (small_model, 20),
+    "dflash": (dflash, 70),
+    "dspark": (dspark, 40),
+}
 
 
 class OneProcess:

@@ -7,7 +7,8 @@ objectives themselves (train/objectives.py) see tiles only.
 
 Memory: the weights of all predictions are known beforehand, so the gradients towards the draft's
 hidden states and head are computed while the forward pass visits a chunk. The target's logits of a
-place are computed once for all steps.
+place are computed once for all steps, and once for all rows that name the same place
+(`Predictions.target_places`): the rows are visited in the order of their places.
 
 Precision: products run in the dtype of the states (or of autocast); softmax, loss and gradient in
 float32 at least, because bf16 loses the tail that the gradient consists of.
@@ -22,13 +23,14 @@ hidden, draft_vocab, vocab.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.models.protocols import ObjectiveOutput, Predictions
+from draftsmith.models.known_gradients import with_known_gradients
+from draftsmith.models.protocols import LogitCorrection, ObjectiveOutput, Predictions
 
 CHUNK_ELEMENTS = {"cpu": 2**23}
 """Draft logits per chunk. On a CPU such a float32 buffer (32 MiB) stays in or near the last-level
@@ -41,6 +43,8 @@ TILE_ELEMENTS_ACCELERATOR = 2**25
 """128 MiB of float32 (our choice): small beside a chunk, large beside the cost of a launch."""
 MIN_CHUNK_PREDICTIONS = 64
 """Below this the matrix products would spend their time re-reading the head (our choice)."""
+TOP_LABEL = -2
+"""In the place of a label: the target's own most likely token."""
 LOG_PROB_FLOOR = -100.0
 """Smallest log p' that the reverse KL reads (our choice, e**-100 is below any float32 number)."""
 
@@ -62,13 +66,19 @@ class Teacher:
     log_probs: Tensor | None = None
     """[places, draft_vocab]: log p', at least LOG_PROB_FLOOR; None: not asked for."""
 
-    def part(self, places: slice) -> Teacher:
-        """Some of the places."""
-        parts: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            parts[field.name] = None if value is None else value[places]
-        return Teacher(**parts)
+    def part(self, places: slice | Tensor) -> Teacher:
+        """Some of the places, by a slice or by indices, which may repeat."""
+
+        def chosen(value: Tensor | None) -> Any:
+            if value is None:
+                return None
+            return value[places] if isinstance(places, slice) else value.index_select(0, places)
+
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.probs is self.full_probs:  # Nothing is reduced: choose once.
+            del parts["probs"]
+        found = {name: chosen(value) for name, value in parts.items()}
+        return Teacher(**{"probs": found["full_probs"]} | found)
 
 
 @dataclass
@@ -96,30 +106,6 @@ TileLoss = Callable[[Tile], Tensor]
 """Gives the loss of each prediction, [places, steps]."""
 
 
-class _PrecomputedGradient(torch.autograd.Function):
-    """A number whose gradients towards some tensors are already known."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, gradients: tuple[Tensor | None, ...], *tensors: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grad_outputs
-        needed = ctx.needs_input_grad[2:]
-        known = zip(ctx.saved_tensors, ctx.dtypes, needed, strict=True)
-        # None where a head is frozen: it was not computed either.
-        found = [
-            (gradient * scale).to(dtype) if is_needed else None
-            for gradient, dtype, is_needed in known
-        ]
-        return None, None, *found
-
-
 @dataclass
 class _Gradients:
     """Sums over chunks; None where nobody asks for them."""
@@ -132,6 +118,15 @@ class _Gradients:
     """[steps, places, rank]."""
     correction_weight: Tensor | None
     """[draft_vocab, rank]."""
+
+    def rows_chosen(self, rows: Tensor) -> _Gradients:
+        """The same with the rows in another order."""
+        correction = self.correction_hidden
+        return replace(
+            self,
+            hidden=self.hidden[:, rows],
+            correction_hidden=None if correction is None else correction[:, rows],
+        )
 
     @classmethod
     def zeros(cls, predictions: Predictions, dtype: torch.dtype) -> _Gradients:
@@ -166,7 +161,7 @@ def evaluate(
         loss: What a prediction costs.
         chunk_elements: Draft logits per chunk; None: by device.
         labels: [places] target ids that the loss is taken towards: one outside the draft vocabulary
-            has weight 0. None: towards the target's distribution, by its argmax.
+            has weight 0; TOP_LABEL: the target's argmax. None: towards the target's distribution.
         with_log_probs: The loss reads `Teacher.log_probs`.
     """
     steps, places, _ = predictions.draft_hidden.shape
@@ -176,6 +171,10 @@ def evaluate(
         inputs += [correction.hidden, correction.weight]
     with_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     with torch.no_grad():
+        order = None
+        if predictions.target_places is not None:
+            order = predictions.target_places.argsort(stable=True)
+            predictions, labels = _in_order(predictions, labels, order)
         chunks = _Chunks(predictions, target_head, loss, labels, with_log_probs)
         gradients = _Gradients.zeros(predictions, chunks.dtype) if with_gradient else None
         losses = hidden.new_zeros(steps, places, dtype=chunks.dtype)
@@ -188,17 +187,44 @@ def evaluate(
         weights = predictions.weights * in_vocabulary
         step_loss_sums = (weights * losses).sum(-1, dtype=torch.float64)
         value = step_loss_sums.sum().to(chunks.dtype)
+        correct &= in_vocabulary & predictions.supervised
+        if order is not None:
+            back = order.argsort()
+            losses, acceptance, correct = (x[:, back] for x in (losses, acceptance, correct))
+            in_vocabulary = in_vocabulary[back]
+            if gradients is not None:
+                gradients = gradients.rows_chosen(back)
     if gradients is not None:
         known = [getattr(gradients, entry.name) for entry in fields(gradients)][: len(inputs)]
-        value = _PrecomputedGradient.apply(value, tuple(known), *inputs)
+        value = with_known_gradients(value, known, inputs)
     return ObjectiveOutput(
         loss_sum=value,
         step_loss_sums=step_loss_sums,
-        correct=correct & in_vocabulary & predictions.supervised,
+        correct=correct,
         acceptance=acceptance,
         in_vocabulary=in_vocabulary,
         losses=losses,
     )
+
+
+def _in_order(
+    predictions: Predictions, labels: Tensor | None, order: Tensor
+) -> tuple[Predictions, Tensor | None]:
+    """The same predictions and labels with their rows in another order."""
+    correction = predictions.correction
+    if correction is not None:
+        correction = LogitCorrection(correction.hidden[:, order], correction.weight)
+    assert predictions.target_places is not None, "they give the order"
+    arranged = replace(
+        predictions,
+        draft_hidden=predictions.draft_hidden[:, order],
+        target_hidden=predictions.target_hidden[order],
+        supervised=predictions.supervised[:, order],
+        weights=predictions.weights[:, order],
+        target_places=predictions.target_places[order],
+        correction=correction,
+    )
+    return arranged, None if labels is None else labels[order]
 
 
 def _chunk_slices(
@@ -268,27 +294,22 @@ class _Chunks:
         Adds this chunk's gradients to `gradients` where they are given.
         """
         made = self.predictions
-        teacher_logits = self.target_head(made.target_hidden[places])  # [places, vocab]
+        teacher, row_teachers = self._teacher(places)
         with self.autocast_off:
-            teacher = _read_teacher(
-                teacher_logits.to(self.dtype),
-                made.draft_to_target,
-                None if self.labels is None else self.labels[places],
-                self.with_log_probs,
-            )
-            del teacher_logits
             # Steps of a place side by side: they share a teacher, and a tile is contiguous.
             hidden = made.draft_hidden[:, places].transpose(0, 1)  # [places, steps, hidden]
             shape = hidden.shape
             hidden = hidden.to(self.matmul_dtype).flatten(0, 1)  # [predictions, hidden]
             corrected = self._flat_correction(places)
             logits, graph = self._logits(hidden, corrected, with_gradient=gradients is not None)
-            top = _argmax(logits)
-            losses, acceptance = self._visit_tiles(
-                logits.view(*shape[:2], -1), top.view(shape[:2]), teacher, gradients is not None
+            losses, acceptance, top = self._visit_tiles(
+                logits.view(*shape[:2], -1), teacher, row_teachers, gradients is not None
             )
+            taught, in_vocabulary = teacher.top_token, teacher.in_vocabulary
+            if row_teachers is not None:
+                taught, in_vocabulary = taught[row_teachers], in_vocabulary[row_teachers]
             if gradients is not None:
-                weights = made.weights[:, places] * teacher.in_vocabulary
+                weights = made.weights[:, places] * in_vocabulary
                 weights = weights.T.reshape(-1, 1)  # [predictions, 1]
                 # Left in the logits by the loss, tile by tile.
                 gradient = logits.to(self.matmul_dtype)
@@ -306,8 +327,29 @@ class _Chunks:
                     scaled = (hidden * weights).to(self.matmul_dtype)
                     _add_product(gradients.weight, gradient.T, scaled)
             tokens = top if made.draft_to_target is None else made.draft_to_target[top]
-            correct = tokens.view(shape[:2]) == teacher.top_token[:, None]
-        return losses.T, acceptance.T, correct.T, teacher.in_vocabulary
+            correct = tokens == taught[:, None]
+        return losses.T, acceptance.T, correct.T, in_vocabulary
+
+    def _teacher(self, places: slice) -> tuple[Teacher, Tensor | None]:
+        """The target's view of the distinct places of a chunk, and which of them teaches each row;
+        None: row i is taught by place i."""
+        made = self.predictions
+        states = made.target_hidden[places]
+        labels = None if self.labels is None else self.labels[places]
+        row_teachers = None
+        if made.target_places is not None:
+            _, row_teachers, counts = made.target_places[places].unique_consecutive(
+                return_inverse=True, return_counts=True
+            )
+            firsts = counts.cumsum(0) - counts
+            states = states[firsts]
+            labels = None if labels is None else labels[firsts]
+        logits = self.target_head(states).to(self.dtype)  # [distinct places, vocab]
+        if logits.untyped_storage().data_ptr() == states.untyped_storage().data_ptr():
+            logits = logits.clone()  # A head without layers; the logits are written into below.
+        with self.autocast_off:
+            teacher = _read_teacher(logits, made.draft_to_target, labels, self.with_log_probs)
+        return teacher, row_teachers
 
     def _flat_correction(self, places: slice) -> Tensor | None:
         """[predictions, rank], arranged as the hidden states are; None: nothing is corrected."""
@@ -363,13 +405,18 @@ class _Chunks:
         return logits, graph
 
     def _visit_tiles(
-        self, logits: Tensor, top: Tensor, teacher: Teacher, with_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Losses and acceptances [places, steps]; the gradient takes the place of the logits."""
-        losses = logits.new_empty(top.shape)
+        self, logits: Tensor, teacher: Teacher, row_teachers: Tensor | None, with_gradient: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses, acceptances and first maxima [places, steps]; the gradient takes the place of
+        the logits."""
+        losses = logits.new_empty(logits.shape[:2])
         acceptance = torch.empty_like(losses)
+        top = torch.empty(losses.shape, dtype=torch.long, device=losses.device)
         for places in _slices(len(logits), self.tile_places):
-            part, taught, best = logits[places], teacher.part(places), top[places, :, None]
+            part = logits[places]
+            taught = teacher.part(places if row_teachers is None else row_teachers[places])
+            best = _argmax(part.flatten(0, 1)).view(*part.shape[:2], 1)
+            top[places] = best.squeeze(-1)
             top_logit = part.gather(-1, best)
             probs, scratch = (self._buffer(name, part.shape) for name in ("probs", "scratch"))
             torch.softmax(part, -1, out=probs)
@@ -382,7 +429,7 @@ class _Chunks:
                     part, probs, scratch, log_normaliser, acceptance[places], taught, with_gradient
                 )
             )
-        return losses, acceptance
+        return losses, acceptance, top
 
     def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """[*shape] uninitialised; the first request of a name is the largest."""
@@ -414,10 +461,22 @@ def _shared_head(
 def _read_teacher(
     logits: Tensor, draft_to_target: Tensor | None, labels: Tensor | None, with_log_probs: bool
 ) -> Teacher:
-    """Softmax over the whole vocabulary, then the draft vocabulary's part of it, renormalised."""
-    top_token = _argmax(logits)
-    probs = torch.softmax(logits, -1)
+    """Softmax over the whole vocabulary, then the draft vocabulary's part of it, renormalised.
+
+    Writes into the logits.
+    """
     log_probs = _floored_log_probs(logits, draft_to_target) if with_log_probs else None
+    top_token = torch.empty(len(logits), dtype=torch.long, device=logits.device)
+    tile = TILE_ELEMENTS.get(logits.device.type, TILE_ELEMENTS_ACCELERATOR)
+    size = max(tile // logits.shape[-1], 1)
+    buffer = torch.empty_like(logits[:size])
+    for rows in _slices(len(logits), size):
+        part = logits[rows]
+        top_token[rows] = _argmax(part)
+        part.copy_(torch.softmax(part, -1, out=buffer[: len(part)]))
+    probs = logits
+    if labels is not None:
+        labels = torch.where(labels == TOP_LABEL, top_token, labels)
     if draft_to_target is None:
         known = torch.ones_like(top_token, dtype=torch.bool) if labels is None else labels >= 0
         label = None if labels is None else labels.clamp_min(0)

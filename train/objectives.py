@@ -21,9 +21,10 @@ are the same; the reported loss of `kl` is CE, as in the published implementatio
 that some papers train with is sum_v |p_v - q_v| = 2 TV.
 
 `ce` puts the token y that really follows in the place of p': what the target wrote instead of all
-it could have written; `ce_l1` (DSpark) adds the L1 distance to p. A following token outside the
-draft vocabulary, or an unknown one, has weight 0 and is a miss; the statistics are those of the
-target's distribution all the same, because that is what decides about acceptance.
+it could have written (`labels: target`: its most likely token); `ce_l1` (DSpark) adds the L1
+distance to p. A following token outside the draft vocabulary, or an unknown one, has weight 0 and
+is a miss; the statistics are those of the target's distribution all the same, because that is what
+decides about acceptance.
 
 Two places where a logarithm could meet zero. `reverse_kl` takes log p' from the target's logits, so
 no finite logit underflows; below -100 (a target that masks tokens with -inf) log p' counts as -100:
@@ -54,13 +55,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.models.protocols import Objective, ObjectiveOutput, Predictions
-from draftsmith.train.objective_chunks import Tile, TileLoss, evaluate
+from draftsmith.train.objective_chunks import TOP_LABEL, Tile, TileLoss, evaluate
 
 
 def _soft_cross_entropy_losses(tile: Tile) -> Tensor:
@@ -204,18 +205,29 @@ def _required_labels(predictions: Predictions, name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """`ce`: the cross entropy to the token that follows in the text."""
+    """`ce`: the cross entropy to the token that follows in the text, or to the target's choice."""
 
+    labels: str = "text"
+    """text: the token that follows. target: the target's most likely one at that place."""
     chunk_elements: int | None = None
     """Draft logits held at a time; null: by device."""
 
+    def __post_init__(self) -> None:
+        if self.labels not in ("text", "target"):
+            raise ValueError(f"objective.labels is {self.labels!r}, expected text or target.")
+
     def __call__(self, predictions: Predictions, target_head: nn.Module) -> ObjectiveOutput:
+        if self.labels == "text":
+            labels = _required_labels(predictions, "ce")
+        else:
+            rows, device = predictions.draft_hidden.shape[1], predictions.draft_hidden.device
+            labels = torch.full((rows,), TOP_LABEL, device=device)
         return evaluate(
             predictions,
             target_head,
             _cross_entropy,
             chunk_elements=self.chunk_elements,
-            labels=_required_labels(predictions, "ce"),
+            labels=labels,
         )
 
 
@@ -293,6 +305,8 @@ class LkLambda:
     rows, so that the mixture does not depend on how much of the batch is supervised."""
     chunk_elements: int | None = None
     """Draft logits held at a time; null: by device."""
+    couples_predictions: ClassVar[bool] = True
+    """One prediction's loss depends on the others: they must come in one call (`Objective`)."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.kl_scale <= 1.0:

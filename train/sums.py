@@ -36,7 +36,9 @@ COMMON_SUMS = (
     "rounds",
     "round_tokens",
 )
-"""The sums of every method (`TrainOutput`); others are a method's own, [steps] each."""
+"""The sums of every method (`TrainOutput`); others are a method's own."""
+COUNT_SUFFIX = "_count"
+"""Ends the name of what a method's own sum is to be divided by."""
 
 
 class Sums:
@@ -124,6 +126,7 @@ def as_metrics(sums: dict[str, Tensor], prefix: str = "") -> dict[str, Any]:
     row["in_draft_vocabulary"] = float(_ratio(sums["sums.in_vocabulary"].sum(), supervised.sum()))
     for name in sums:
         short = name.removeprefix("sums.")
-        if short != name and short not in COMMON_SUMS:
-            row[short] = _ratio(sums[name], supervised).tolist()
+        is_own = short != name and short not in COMMON_SUMS
+        if is_own and not short.endswith(COUNT_SUFFIX):
+            row[short] = _ratio(sums[name], sums.get(f"{name}{COUNT_SUFFIX}", supervised)).tolist()
     return {f"{prefix}{name}": value for name, value in row.items()}

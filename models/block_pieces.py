@@ -1,0 +1,91 @@
+"""Trains on the blocks of a batch in pieces, so that memory does not grow with their number.
+
+Blocks share the context's keys and values and nothing else, and the weights of the loss are known
+beforehand. So the gradient of a piece is taken right behind its forward pass, its activations are
+forgotten, and only sums are kept: towards the parameters, and towards the context's entries, from
+where the ordinary backward pass goes on.
+
+A piece also stays nearer to the cache than the whole (docs/training_speed.md).
+
+Check: tests/test_block_pieces.py compares with the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.models.block_anchors import BlockPlan
+from draftsmith.models.known_gradients import with_known_gradients
+from draftsmith.models.protocols import TrainOutput
+
+PIECE_SLOTS = {"cpu": 512}
+"""Slots of a piece: more of them keep more activations, fewer add up gradients more often (measured
+in docs/training_speed.md)."""
+PIECE_SLOTS_ACCELERATOR = 2**13
+"""512 blocks of 16 in one piece (our choice): adding up gradients is dear there."""
+
+PieceLoss = Callable[[BlockPlan, Sequence[Tensor]], TrainOutput]
+"""Loss and sums of some blocks, given the context's entries."""
+
+
+def train_in_pieces(
+    plan: BlockPlan,
+    shared: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    evaluate: PieceLoss,
+    *,
+    slots: int,
+) -> TrainOutput:
+    """Sums `evaluate` over the pieces of a plan.
+
+    Args:
+        plan: Of the batch.
+        shared: The context's entries, in the graph.
+        parameters: What `evaluate` may read besides.
+        evaluate: See `PieceLoss`.
+        slots: Of a block.
+    """
+    device = plan.anchors.device.type
+    pieces = plan.pieces(PIECE_SLOTS.get(device, PIECE_SLOTS_ACCELERATOR), slots)
+    if len(pieces) == 1:
+        return evaluate(plan, shared)
+    if not torch.is_grad_enabled():
+        return _sum([evaluate(piece, shared) for piece in pieces])
+    leaves = [one.detach().requires_grad_(one.requires_grad) for one in shared]
+    outer = [one for one in (*shared, *parameters) if one.requires_grad]
+    inner = [one for one in (*leaves, *parameters) if one.requires_grad]
+    totals: list[Tensor | None] = [None] * len(inner)
+    outputs = []
+    for piece in pieces:
+        output = evaluate(piece, leaves)
+        with torch.autocast(device, enabled=False):  # As in every backward pass.
+            found = torch.autograd.grad(output.loss_sum, inner, allow_unused=True)
+        outputs.append(TrainOutput(output.loss_sum.detach(), output.sums))
+        for index, gradient in enumerate(found):
+            totals[index] = _added(totals[index], gradient)
+    # What no piece reads, as the projection of the context, has its gradient through `shared`.
+    read = [index for index, total in enumerate(totals) if total is not None]
+    summed = _sum(outputs)
+    loss = with_known_gradients(
+        summed.loss_sum, [totals[index] for index in read], [outer[index] for index in read]
+    )
+    return TrainOutput(loss, summed.sums)
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """In float32 at least: bf16 would lose what a further piece adds."""
+    if gradient is None:
+        return total
+    if total is None:
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    return total.add_(gradient)
+
+
+def _sum(outputs: Sequence[TrainOutput]) -> TrainOutput:
+    loss = torch.stack([output.loss_sum for output in outputs]).sum()
+    names = outputs[0].sums
+    sums = {name: torch.stack([output.sums[name] for output in outputs]).sum(0) for name in names}
+    return TrainOutput(loss, sums)
