@@ -19,7 +19,7 @@ CONF = Path(draftsmith.conf.__file__).parent
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
 GROUPS = sorted({path.parts[0] for path in FILES if len(path.parts) == 2} - {"hydra_quiet"})
 RECIPES = sorted(path.stem for path in FILES if path.parts[0] == "recipe")
-TARGET_RECIPES = [name for name in RECIPES if not name.endswith("_quickstart")]
+TARGET_RECIPES = [n for n in RECIPES if not n.endswith(("_quickstart", "_from_scratch"))]
 BASE = ("target.name_or_path=some/target", "features.cache=cache")
 
 
@@ -44,7 +44,7 @@ def test_every_preset_composes_and_validates(path: Path) -> None:
         settings = compose_settings("evaluate", EVALUATE, [*BASE[:1], "output=out", *extra])
         assert policy_from_config(settings.drafting).name.startswith(name.replace("_", " "))
         return
-    if group == "features" and name == "live":
+    if group == "features" and name in ("live", "tokens"):
         extra.append("data.prepared=data")
     if group == "target" and name != "local":
         settings = compose(*extra, "features.cache=cache")

@@ -2,6 +2,7 @@
 
     RUN_DIR/checkpoints/step-000100/
         draft/         the draft model, consolidated, in the form of save_pretrained
+        model/         the target in that form, where it was trained together with the draft
         state/         weights, optimizer and random states as the processes hold them
         progress.json  steps, tokens, best validation, and what the position depends on
         COMPLETE       written last: every file of the checkpoint with its size
@@ -191,6 +192,61 @@ class HasSavedForm(Protocol):
         """Writes what belongs beside the weights (a tokenizer)."""
 
 
+@runtime_checkable
+class TrainsTarget(Protocol):
+    """A draft that is trained together with its target, so that both are saved."""
+
+    draft_part: nn.Module
+    """The draft model alone; init_from starts its weights."""
+
+    def target_form(self, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        """The target's configuration and tensors, as `HasSavedForm.saved_form` does the draft's."""
+
+    def save_beside_target(self, folder: Path) -> None:
+        """Writes what belongs beside the target's weights (a tokenizer)."""
+
+    def note_target(self, folder: Path, *, name: str) -> None:
+        """Takes down, for the draft's configuration, which target has just been written.
+
+        Args:
+            folder: where it is now.
+            name: where it will stand.
+        """
+
+
+def target_folder(folder: Path) -> Path:
+    """Where the target goes that was trained with the draft in `folder`: model beside draft,
+    NAME_model beside any other NAME."""
+    return folder.with_name("model" if folder.name == "draft" else f"{folder.name}_model")
+
+
+def save_models(
+    draft: Any,
+    weights: dict[str, Tensor],
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    later: Path | None = None,
+) -> None:
+    """Writes the draft to a folder of its own, in one move, and before it the target where that was
+    trained too; main process only.
+
+    Args:
+        draft, weights, folder, dtype: as of `save_draft`.
+        later: the name that the folder will have, if another.
+    """
+    if isinstance(draft, TrainsTarget):
+        config, tensors = draft.target_form(weights)
+
+        def write_target(aside: Path) -> None:
+            _write_model(config, tensors, aside, dtype=dtype)
+            draft.save_beside_target(aside)
+
+        replace_folder(target_folder(folder), write_target)
+        draft.note_target(target_folder(folder), name=str(target_folder(later or folder)))
+    replace_folder(folder, lambda aside: save_draft(draft, weights, aside, dtype=dtype))
+
+
 def save_draft(draft: Any, weights: dict[str, Tensor], folder: Path, *, dtype: torch.dtype) -> None:
     """Writes the files that `save_pretrained` writes, floats in `dtype`; main process only.
 
@@ -203,18 +259,26 @@ def save_draft(draft: Any, weights: dict[str, Tensor], folder: Path, *, dtype: t
         folder: where to write.
         dtype: of the float tensors on disk; vocabulary maps keep theirs.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     if isinstance(draft, HasSavedForm):
         config, weights = draft.saved_form(weights)
-        draft.save_beside(folder)
     else:
         config = copy.deepcopy(draft.config)
         config.architectures = [type(draft).__name__]
+    _write_model(config, weights, folder, dtype=dtype)
+    if isinstance(draft, HasSavedForm):
+        draft.save_beside(folder)
+
+
+def _write_model(
+    config: Any, tensors: dict[str, Tensor], folder: Path, *, dtype: torch.dtype
+) -> None:
+    """Writes a configuration and tensors as `save_pretrained` would."""
+    folder.mkdir(parents=True, exist_ok=True)
     config.dtype = dtype  # of the file; the weights in memory are float32 masters
     config.save_pretrained(folder)
     cast = {
         name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in weights.items()
+        for name, tensor in tensors.items()
     }
     # The format refuses tensors that share memory, and views of a larger one.
     whole = {name: tensor.contiguous().clone() for name, tensor in cast.items()}
@@ -259,7 +323,7 @@ def save_checkpoint(
     # Without this wait the marker could list files that another process is still writing.
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        save_draft(draft, weights, aside / "draft", dtype=dtype)
+        save_models(draft, weights, aside / "draft", dtype=dtype, later=folder / "draft")
         (aside / PROGRESS).write_text(json.dumps(asdict(progress), indent=2) + "\n")
         _mark_complete(aside)
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was resumed from before it

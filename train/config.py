@@ -46,10 +46,11 @@ class DataConfig:
     """Which conversations are trained on, and which are held out."""
 
     prepared: str | None = None
-    """Folder written by draftsmith-prepare; needed by features=live. With features=cached the cache
-    holds the tokens; a folder given here must then be the one that the cache was made from."""
+    """Folder written by draftsmith-prepare; needed by features=live and features=tokens. With
+    features=cached the cache holds the tokens; a folder given here must then be the one that the
+    cache was made from."""
     validation: str | None = None
-    """Held-out set of its own: a prepared folder (live) or a cache (cached). Null: see below."""
+    """Held-out set of its own: a cache (cached) or a prepared folder (else). Null: see below."""
     validation_share: float = 0.05
     """Share of the rows held out when `validation` is null, by the hash of their prompts: all
     answers to a prompt are held out together, the same ones from cached and live features. 0 trains
@@ -68,17 +69,23 @@ class FeaturesConfig:
     """Where the target's hidden states come from."""
 
     source: str = "cached"
-    """cached (written by draftsmith-cache) or live (the target runs inside the loop)."""
+    """cached (written by draftsmith-cache), live (the target runs inside the loop) or tokens (none:
+    for methods that train the target itself)."""
     cache: str | None = None
-    """Folder of the cache; needed by cached, not read by live."""
+    """Folder of the cache; needed by cached, not read by the others."""
     dtype: str | None = None
     """Live only: round the states to this dtype first, as a cache of that dtype would; null keeps
     the target's own."""
 
     def __post_init__(self) -> None:
-        require_choice("features.source", self.source, ("cached", "live"))
+        require_choice("features.source", self.source, ("cached", "live", "tokens"))
         if self.dtype is not None:
             require_choice("features.dtype", self.dtype, DTYPES)
+        if self.source == "tokens" and self.dtype is not None:
+            raise ValueError(
+                f"features.dtype is {self.dtype!r}, but features=tokens has no states to round. "
+                "Drop features.dtype."
+            )
         if self.source == "cached" and self.dtype is not None:
             raise ValueError(
                 f"features.dtype is {self.dtype!r}, but a cache has the dtype that it was written "
@@ -286,9 +293,10 @@ class TrainConfig:
                 "features=cached needs features.cache=FOLDER (written by draftsmith-cache). "
                 "features=live needs none."
             )
-        if self.features.source == "live" and self.data.prepared is None:
+        if self.features.source != "cached" and self.data.prepared is None:
             raise ValueError(
-                "features=live needs data.prepared=FOLDER (written by draftsmith-prepare)."
+                f"features={self.features.source} needs data.prepared=FOLDER (written by "
+                "draftsmith-prepare)."
             )
 
 

@@ -1,8 +1,10 @@
-"""Rows of training data as `TrainBatch`es, with the target's states from a cache or computed live.
+"""Rows of training data as `TrainBatch`es, with the target's states from a cache or computed live,
+or without any.
 
-Both sources number the rows by the prepared data they came from, pad on the right, cut at
-max_length (exact: the states of a causal model do not depend on what follows) and give the same
-numbers: live states come from `data.capture.capture_features`, which also filled the cache.
+All sources number the rows by the prepared data they came from, pad on the right and cut at
+max_length (exact: the states of a causal model do not depend on what follows). Cached and live
+states are the same numbers: both come from `data.capture.capture_features`. Bare tokens are for
+methods that train the target itself.
 
 `read` only touches files and runs in a background thread; `complete` runs the target, if there is
 one, in the training thread.
@@ -101,7 +103,55 @@ class CachedFeatures:
         return batch
 
 
-class LiveFeatures:
+class TokenFeatures:
+    """Prepared rows as they are: no states (width 0), no target."""
+
+    def __init__(
+        self,
+        dataset: datasets.Dataset,
+        lengths: Tensor,
+        *,
+        max_length: int,
+        pin: bool = False,
+    ) -> None:
+        """Wraps prepared rows.
+
+        Args:
+            dataset: prepared rows (input_ids, loss_mask).
+            lengths: [rows] int64, tokens per row.
+            max_length: tokens per row.
+            pin: page-lock the batches, for asynchronous copies to a GPU.
+        """
+        self._dataset = dataset
+        self._max_length = max_length
+        self._pin = pin
+        self.lengths = lengths.clamp(max=max_length)
+        self.num_cut = int((lengths > max_length).sum())
+
+    def prompt_hashes(self) -> list[bytes]:
+        hashes: list[bytes] = []
+        for start in range(0, len(self._dataset), SCAN_ROWS):
+            rows = read_rows(self._dataset, start, min(start + SCAN_ROWS, len(self._dataset)))
+            lengths = rows.lengths.tolist()
+            tokens = torch.from_numpy(rows.input_ids).split(lengths)
+            masks = torch.from_numpy(rows.loss_mask).split(lengths)
+            hashes.extend(map(hash_prompt, tokens, masks))
+        return hashes
+
+    def read(self, rows: Sequence[int]) -> TrainBatch:
+        found = [read_rows(self._dataset, row, row + 1) for row in rows]
+        cut = self._max_length
+        batch = pad_tokens(
+            [torch.from_numpy(row.input_ids[:cut]).long() for row in found],
+            [torch.from_numpy(row.loss_mask[:cut]).bool() for row in found],
+        )
+        return pinned(batch) if self._pin else batch
+
+    def complete(self, batch: TrainBatch) -> TrainBatch:
+        return batch
+
+
+class LiveFeatures(TokenFeatures):
     """Features that the target computes when they are needed."""
 
     def __init__(
@@ -126,33 +176,10 @@ class LiveFeatures:
             dtype: round the states to this dtype, as a cache of that dtype would; None does not.
             pin: page-lock the batches, for asynchronous copies to a GPU.
         """
-        self._dataset = dataset
+        super().__init__(dataset, lengths, max_length=max_length, pin=pin)
         self._target = target
         self._aux_layer_ids = tuple(aux_layer_ids)
-        self._max_length = max_length
         self._dtype = dtype
-        self._pin = pin
-        self.lengths = lengths.clamp(max=max_length)
-        self.num_cut = int((lengths > max_length).sum())
-
-    def prompt_hashes(self) -> list[bytes]:
-        hashes: list[bytes] = []
-        for start in range(0, len(self._dataset), SCAN_ROWS):
-            rows = read_rows(self._dataset, start, min(start + SCAN_ROWS, len(self._dataset)))
-            lengths = rows.lengths.tolist()
-            tokens = torch.from_numpy(rows.input_ids).split(lengths)
-            masks = torch.from_numpy(rows.loss_mask).split(lengths)
-            hashes.extend(map(hash_prompt, tokens, masks))
-        return hashes
-
-    def read(self, rows: Sequence[int]) -> TrainBatch:
-        found = [read_rows(self._dataset, row, row + 1) for row in rows]
-        cut = self._max_length
-        batch = pad_tokens(
-            [torch.from_numpy(row.input_ids[:cut]).long() for row in found],
-            [torch.from_numpy(row.loss_mask[:cut]).bool() for row in found],
-        )
-        return pinned(batch) if self._pin else batch
 
     def complete(self, batch: TrainBatch) -> TrainBatch:
         aux, final = capture_features(

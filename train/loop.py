@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate import Accelerator
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from draftsmith.models.protocols import Objective, TrainBatch, TrainOutput
 from draftsmith.train import strategy
 from draftsmith.train.batch_plan import BatchPlan, MicroBatch
-from draftsmith.train.checkpoint import Progress, replace_folder, save_checkpoint, save_draft
+from draftsmith.train.checkpoint import Progress, TrainsTarget, save_checkpoint, save_models
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.features import FeatureSource, read_ahead
 from draftsmith.train.loggers import Logger
@@ -42,6 +42,15 @@ BEST_FOLDER = "best"
 
 Window = list[tuple[MicroBatch, TrainBatch]]
 """What one process works on in one optimizer step."""
+
+
+@runtime_checkable
+class FollowsProgress(Protocol):
+    """A draft whose loss changes over the run (a weight with a schedule)."""
+
+    def follow_progress(self, share: float) -> None:
+        """Called before every optimizer step with the share of steps done, 0 to below 1; a
+        validation sees what the step before it saw."""
 
 
 @dataclass
@@ -88,11 +97,14 @@ def train(run: Run) -> None:
             learning_rate = loop.lr * share(
                 run.settings.schedule, run.progress.step, run.total_steps
             )
-            counts = [run.draft.normaliser(batch) for _, batch in window]
+            if isinstance(run.draft, FollowsProgress):
+                run.draft.follow_progress(run.progress.step / run.total_steps)
+            counts = [count(run, place, batch) for place, (_, batch) in enumerate(window)]
             normaliser = global_normaliser(run, window, counts)
             for place, (micro_batch, batch) in enumerate(window):
                 is_last = place == len(window) - 1
                 with strategy.accumulate(run.accelerator, run.model, is_last=is_last):
+                    seed_draws(run, place)
                     output = forward(run, batch)
                     factor = run.accelerator.num_processes if micro_batch.counted else 0.0
                     loss = output.loss_sum * (factor / normaliser)
@@ -127,6 +139,25 @@ def is_due(run: Run, every: int | None) -> bool:
     """True after every `every` steps, and always after the last one."""
     step = run.progress.step
     return step == run.total_steps or (every is not None and step % every == 0)
+
+
+def seed_draws(run: Run, place: int) -> None:
+    """Seeds what a draft draws for the micro-batch at `place` of this process's window.
+
+    Its number within the run decides, so that anchors or noise depend neither on how micro-batches
+    are split over processes nor on a stop and a resume.
+    """
+    plan = run.plan
+    turn = run.progress.step * plan.accumulation + place
+    number = turn * plan.world_size + run.accelerator.process_index
+    torch.manual_seed((run.settings.train.seed + 1) * 1_000_003 + number)
+
+
+def count(run: Run, place: int, batch: TrainBatch) -> Tensor:
+    """What the loss of a micro-batch is divided by; a draft may draw here what it trains on."""
+    seed_draws(run, place)
+    counted: Tensor = run.draft.normaliser(batch)
+    return counted
 
 
 def forward(run: Run, batch: TrainBatch) -> TrainOutput:
@@ -227,7 +258,13 @@ def validate(run: Run) -> dict[str, Any]:
 
 
 def keep_best(run: Run, metrics: dict[str, Any]) -> None:
-    """Saves the draft to RUN_DIR/best when it beats the best validation so far."""
+    """Saves the draft to RUN_DIR/best when it beats the best validation so far.
+
+    Not where the target is trained too: accepted lengths for different targets do not compare, and
+    an untrained target, which says the same everywhere, would be the easiest to draft for.
+    """
+    if isinstance(run.draft, TrainsTarget):
+        return
     accepted_length = metrics["validation_simulated_accepted_length_greedy"]
     if not run.progress.is_better(accepted_length):
         return
@@ -237,12 +274,10 @@ def keep_best(run: Run, metrics: dict[str, Any]) -> None:
 
 
 def save_consolidated(run: Run, folder: Path) -> None:
-    """Writes the draft to a folder of its own, in one move; every process must call it."""
+    """Writes the draft to a folder of its own (`save_models`); every process must call it."""
     weights = strategy.consolidated_weights(run.draft)
     if run.accelerator.is_main_process:
-        replace_folder(
-            folder, lambda aside: save_draft(run.draft, weights, aside, dtype=run.save_dtype)
-        )
+        save_models(run.draft, weights, folder, dtype=run.save_dtype)
     run.accelerator.wait_for_everyone()
 
 

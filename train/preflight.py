@@ -39,7 +39,7 @@ UNLIMITED_POSITIONS = 1 << 30
 
 @dataclass(frozen=True)
 class OpenedRows:
-    """One set of rows, opened: a cache, or prepared data for live features."""
+    """One set of rows, opened: a cache, or prepared data for live features and bare tokens."""
 
     cache: HiddenStateCache | None = None
     prepared: PreparedData | None = None
@@ -90,6 +90,7 @@ def check_before_start(settings: TrainConfig) -> Preflight:
     """
     method = build_method(settings.method)
     make_objective(**method.objective)
+    _check_source(method, settings)
     rows, validation_rows = _open_rows(settings)
     target = _read_target(settings)
     method.validate(target.num_layers, target.vocab_size)
@@ -114,12 +115,33 @@ def check_before_start(settings: TrainConfig) -> Preflight:
     )
 
 
+def _check_source(method: DraftMethod, settings: TrainConfig) -> None:
+    """Insists on target states where the method reads them, and on none where it would not.
+
+    Raises:
+        ValueError: says which features to choose.
+    """
+    trains_target = getattr(method, "trains_target", False)
+    source, name = settings.features.source, type(method).__name__
+    if source == "tokens" and not trains_target:
+        raise ValueError(
+            f"features=tokens has no states of the target, which {name} reads. Set features=cached "
+            "features.cache=FOLDER, or features=live."
+        )
+    if source != "tokens" and trains_target:
+        raise ValueError(
+            f"{name} trains the target itself, so states that the target had before "
+            f"(features={source}) are of no use to it. Set features=tokens data.prepared=FOLDER."
+        )
+
+
 def _open_rows(settings: TrainConfig) -> tuple[OpenedRows, OpenedRows | None]:
     """Opens the training rows and those of data.validation, without looking at the target."""
-    live = settings.features.source == "live"
-    if live and settings.features.cache is not None:
-        sys.stderr.write("draftsmith: features=live does not read features.cache\n")
-    path = settings.data.prepared if live else settings.features.cache
+    source = settings.features.source
+    from_cache = source == "cached"
+    if not from_cache and settings.features.cache is not None:
+        sys.stderr.write(f"draftsmith: features={source} does not read features.cache\n")
+    path = settings.features.cache if from_cache else settings.data.prepared
     held_out = settings.data.validation
     assert path is not None, "TrainConfig refuses a source without its folder"
     if held_out is not None and Path(held_out).resolve() == Path(path).resolve():
@@ -129,9 +151,9 @@ def _open_rows(settings: TrainConfig) -> tuple[OpenedRows, OpenedRows | None]:
         )
 
     def opened(folder: str) -> OpenedRows:
-        if live:
-            return OpenedRows(prepared=load_prepared(folder))
-        return OpenedRows(cache=HiddenStateCache.open(folder))
+        if from_cache:
+            return OpenedRows(cache=HiddenStateCache.open(folder))
+        return OpenedRows(prepared=load_prepared(folder))
 
     return opened(path), None if held_out is None else opened(held_out)
 

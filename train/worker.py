@@ -35,7 +35,7 @@ from draftsmith.train import checkpoint, strategy
 from draftsmith.train.batch_plan import BatchPlan, hold_out
 from draftsmith.train.checkpoint import Progress
 from draftsmith.train.config import TrainConfig, read_config
-from draftsmith.train.features import CachedFeatures, FeatureSource, LiveFeatures
+from draftsmith.train.features import CachedFeatures, FeatureSource, LiveFeatures, TokenFeatures
 from draftsmith.train.launch import end_with_parent, launched_world_size
 from draftsmith.train.loggers import make_loggers
 from draftsmith.train.loop import Run, count_steps, save_consolidated, train
@@ -175,6 +175,8 @@ def train_with(
             f"{run.progress.best_accepted_length:.3f} (greedy), saved in {run_dir / 'best'}"
         )
     accelerator.print(f"The draft is in {run_dir / DRAFT_FOLDER}")
+    if isinstance(run.draft, checkpoint.TrainsTarget):
+        accelerator.print(f"Its target is in {checkpoint.target_folder(run_dir / DRAFT_FOLDER)}")
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ def build_run(
     optimizer = make_optimizer(draft, settings)
     model, wrapped_optimizer = accelerator.prepare(draft, optimizer)
     strategy.require_wrapped(accelerator, model, settings.launch)
-    # From here on the processes draw different noise, reproducible by seed and rank.
+    # What training draws is seeded per micro-batch (train/loop.py); all else differs by process.
     set_seed(loop.seed + 1 + accelerator.process_index)
     total_steps = count_steps(plan, epochs=loop.epochs, max_steps=loop.max_steps)
     describe(accelerator, settings, draft, plan, features, held_out, total_steps)
@@ -279,6 +281,13 @@ def open_features(
         return CachedFeatures(rows.cache, max_length=settings.train.max_length, pin=pin)
     assert rows.prepared is not None, "rows are a cache or prepared data"
     assert rows.scan is not None, "prepared data is scanned when it is opened"
+    if settings.features.source == "tokens":
+        return TokenFeatures(
+            rows.prepared.dataset,
+            rows.scan.lengths,
+            max_length=settings.train.max_length,
+            pin=pin,
+        )
     assert target is not None, "live features load the target"
     dtype = settings.features.dtype
     return LiveFeatures(
@@ -338,7 +347,8 @@ def build_draft(
     draft = method.build(target_head, vocabulary, preflight.aux_layer_ids, **options)
     draft.float()
     if start is not None:
-        said = apply_warm_start(draft, start, vocabulary=settings.init_vocabulary)
+        part = draft.draft_part if isinstance(draft, checkpoint.TrainsTarget) else draft
+        said = apply_warm_start(part, start, vocabulary=settings.init_vocabulary)
         accelerator.print(said)
         before = getattr(start.config, "target_fingerprint", None) or {}
         if before.get("weights", preflight.fingerprint.weights) != preflight.fingerprint.weights:
