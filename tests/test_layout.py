@@ -22,7 +22,7 @@ ALLOWED = {
     "eval": {"conf", "eval", "inference", "models", "data"},
 }
 TARGET_SIDE = {"target", "target_source", "generation", "protocols", "cpu_precision"}
-"""What data/ may use of models/: the target adapter, its data types and device, never a draft model."""
+"""What data/ may use of models/: the target side and its device, never a draft model."""
 SHIPPED = {".py", ".yaml", ".jsonl", ".html", ".css", ".js"}
 
 
@@ -121,10 +121,12 @@ def test_importing_draftsmith_needs_no_deepspeed() -> None:
         "train",
         "evaluate",
         "compare",
+        "calibrate",
         "profile",
         "simulate",
         "export",
         "import",
+        "stitch",
     ],
 )
 def test_each_verb_answers_help_without_loading_torch(verb: str, tmp_path: Path) -> None:
