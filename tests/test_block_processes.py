@@ -178,7 +178,11 @@ def test_a_process_without_candidates_adds_zero_and_does_not_hang(
         subprocess.Popen([sys.executable, __file__, str(rank), *words], env=support.environment())
         for rank in range(2)
     ]
-    assert [process.wait(timeout=200) for process in started] == [0, 0]
+    try:
+        assert [process.wait(timeout=250) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
     draft, target, batch = prepared(folder, method)
     alone = gradients_of(draft, draft, target, batch)
     for rank in range(2):

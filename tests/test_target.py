@@ -102,8 +102,14 @@ def test_padded_rows_have_the_states_of_single_rows(
         alone = target.forward(row[None], aux_layer_ids=(0, 2), logits="all")
         kept = mask[index].bool()
         for name in ("aux_hidden_states", "final_hidden_states", "logits"):
+            expected = getattr(alone, name)[0]
+            # Rounding is relative to the largest numbers in a sum, and differs between CPUs; what
+            # padding that is seen does to a state is as large as the state.
             torch.testing.assert_close(
-                getattr(together, name)[index, kept], getattr(alone, name)[0], atol=1e-5, rtol=1e-4
+                getattr(together, name)[index, kept],
+                expected,
+                atol=2e-5 * float(expected.abs().max()),
+                rtol=1e-4,
             )
 
 
