@@ -280,8 +280,8 @@ class Check:
         keep, places = batch.keep_mask, batch.supervised_mask
         request: dict[str, Any] = {"draft": str(exported), "target": self.folder}
         if is_block:
-            loss, count, anchors = block_loss(self.target, draft, batch)
-            ours, request["anchors"] = [loss], anchors
+            loss, count, request["anchors"], places = block_loss(self.target, draft, batch)
+            ours = [loss]
         else:
             ours, places = our_losses(self.target, draft, batch)
             count, request["steps"] = int(places.sum()), LOSS_STEPS

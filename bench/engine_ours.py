@@ -115,20 +115,29 @@ def our_losses(target: TargetModel, draft: Any, batch: TrainBatch) -> tuple[list
 
 
 @torch.no_grad()
-def block_loss(target: TargetModel, draft: Any, batch: TrainBatch) -> tuple[float, int, int]:
-    """Mean weighted KL divergence of a block draft, its predictions, and the number of anchors.
+def block_loss(
+    target: TargetModel, draft: Any, batch: TrainBatch
+) -> tuple[float, int, int, Tensor]:
+    """Mean weighted KL divergence of a block draft, its predictions, the number of anchors, and
+    [documents, seq] bool: what speculators is given as its mask.
 
-    Every supervised token is an anchor but for those in the last block_size positions of the packed
-    documents, which is where speculators draws from. Our objective reports the soft cross entropy,
-    which exceeds the divergence by the entropy of the target; speculators divides the weighted sum
-    by the number of predictions.
+    speculators asks the mask at a slot's own position, whichever token the slot predicts. So where
+    the anchor's slot predicts too, the mask says which token is followed by a supervised one.
+    Anchors are all of its positions but those in the last block_size of the packed documents, as
+    speculators draws them. Our objective reports the soft cross entropy, which exceeds the
+    divergence by the entropy of the target; speculators divides the weighted sum by the number of
+    predictions.
     """
+    mask = batch.supervised_mask
+    if draft.config.sample_from_anchor:
+        mask = torch.zeros_like(mask)
+        mask[:, :-1] = batch.supervised_mask[:, 1:]
     draft.config.decay = BLOCK_DECAY
     if hasattr(draft.config, "confidence_weight"):
         draft.config.confidence_weight = 0.0  # Its loss is another term there.
     packed = batch.keep_mask.flatten().cumsum(0) - 1
     last = int(packed[-1]) + 1 - draft.config.block_size
-    anchors = (batch.supervised_mask.flatten() & (packed < last)).nonzero().squeeze(-1)
+    anchors = (mask.flatten() & (packed < last)).nonzero().squeeze(-1)
     draft.choose_anchors = lambda _batch: anchors
     plan = draft._plan_for(batch, "entropy")
     places = plan.places[plan.supervised]
@@ -140,4 +149,4 @@ def block_loss(target: TargetModel, draft: Any, batch: TrainBatch) -> tuple[floa
     count = int(plan.supervised.sum())
     assert int(sums["supervised"].sum()) == count, "the same blocks"
     loss = float(sums["loss"].sum() - (weights * entropy).sum()) / count
-    return loss, count, len(anchors)
+    return loss, count, len(anchors), mask

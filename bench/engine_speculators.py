@@ -10,7 +10,7 @@ steps that are unrolled) or `anchors` (DFlash, DSpark: how many, which is all th
 choose from), `batch` (safetensors file, documents one after the other: `lengths` [documents],
 `input_ids` [tokens], `supervised` [tokens] bool, `features` [tokens, layers * hidden],
 `last_states` [tokens, hidden]: the last layer's output before the final norm). Supervised are:
-EAGLE-3, tokens whose logits teach; block drafts, tokens that are predicted.
+EAGLE-3 and DSpark, tokens whose logits teach; DFlash, tokens that are predicted.
 
 Answer: `version`; `architecture`; `layer_ids` (speculators counts layers that have run);
 `not_loaded` (names of the file that are no part of the model, or differ in it); `loss`: EAGLE-3,

@@ -154,6 +154,9 @@ def one_process(rank: int, port: str, folder: str, method: str, out: str) -> Non
     # Once more: a reducer that still waits for a parameter would say so here.
     draft.zero_grad()
     gradients_of(draft, model, target, batch)
+    # Freed before its processes' group: the other way round the second process hung in the end.
+    del model
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -299,14 +299,17 @@ def test_a_blocks_loss_is_the_weighted_divergence_over_all_predictions(
     torch.manual_seed(0)
     draft = method.build(target.head(), None, (0, 2)).eval()
     batch, _ = ours.make_batch(target, (0, 2), prompts(2), answers)
-    found, count, anchors = ours.block_loss(target, draft, batch)
-    # Every token of both answers but for those in the last block of the second one.
-    assert anchors == 2 * 10 - draft.config.block_size
+    found, count, anchors, mask = ours.block_loss(target, draft, batch)
+    # DFlash: every token of both answers; DSpark: the one before each. Not the last block's.
+    first = int(kind == "dspark")
+    assert anchors == 2 * 10 - draft.config.block_size + first
+    assert int(mask.sum()) == 2 * 10
+    assert bool(mask[0, len(prompts(2)[0]) - first])
     total, places = 0.0, 0
     for row, (prompt, answer) in enumerate(zip(prompts(2), answers, strict=True)):
         text = [*prompt, *answer.token_ids]
         last = len(text) - (draft.config.block_size if row == 1 else 0)
-        for anchor in range(len(prompt), last):
+        for anchor in range(len(prompt) - first, min(last, len(text) - first)):
             state = draft.start(64)
             context = DraftContext(
                 torch.tensor([text[: anchor + 1]]),
