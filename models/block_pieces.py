@@ -21,7 +21,7 @@ from draftsmith.models.block_anchors import BlockPlan
 from draftsmith.models.known_gradients import with_known_gradients
 from draftsmith.models.protocols import TrainOutput
 
-PIECE_SLOTS = {"cpu": 512}
+PIECE_SLOTS = {"cpu": 448}
 """Slots of a piece: more of them keep more activations, fewer add up gradients more often (measured
 in docs/training_speed.md)."""
 PIECE_SLOTS_ACCELERATOR = 2**13
@@ -66,6 +66,7 @@ def train_in_pieces(
         outputs.append(TrainOutput(output.loss_sum.detach(), output.sums))
         for index, gradient in enumerate(found):
             totals[index] = _added(totals[index], gradient)
+        del output, found, gradient  # Not kept while the next piece is at its peak.
     # What no piece reads, as the projection of the context, has its gradient through `shared`.
     read = [index for index, total in enumerate(totals) if total is not None]
     summed = _sum(outputs)
