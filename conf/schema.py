@@ -198,6 +198,9 @@ class DraftingConfig:
     paths: list[list[int]] | None = None
     """static_tree: its nodes as ranks from the root, such as [[0], [1], [0, 0]]; null takes 16
     nodes."""
+    confidence_threshold: float | None = None
+    """chain: verify a round's tokens up to the first whose confidence is below this probability
+    (DSpark's confidence head; other drafts: their own probability, greedy only); null: all."""
 
     def __post_init__(self) -> None:
         policies = ("chain", "static_tree", "dynamic_tree", "sampled_tree", "block_tree")
@@ -207,6 +210,18 @@ class DraftingConfig:
         require_at_least("drafting.total_tokens", self.total_tokens, 2)
         require_at_least("drafting.depth", self.depth, 0)
         require_at_least("drafting.top_k", self.top_k, 1)
+        threshold = self.confidence_threshold
+        if threshold is None:
+            return
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(
+                f"drafting.confidence_threshold is {threshold}; expected a probability, 0 to 1."
+            )
+        if self.policy != "chain":
+            raise ValueError(
+                f"drafting.confidence_threshold is set, but drafting is {self.policy}: only chains "
+                "are cut. Use drafting=chain, or leave the threshold out."
+            )
 
 
 @dataclass

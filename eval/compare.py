@@ -127,6 +127,7 @@ def _settings(config: CompareConfig, setting: CompareSetting) -> EvaluationSetti
         baseline_prompts_per_category=config.baseline_prompts_per_category,
         check_lossless=config.check_lossless,
         template_kwargs=config.template_kwargs,
+        confidence_threshold=setting.confidence_threshold,
     )
 
 

@@ -60,7 +60,12 @@ def _by_chain_length(comparison: Comparison, drafts: Sequence[str]) -> Iterator[
 
     def chains(draft: str) -> list[ComparedLane]:
         lanes = [comparison.lane(draft, setting) for setting in comparison.settings]
-        return [lane for lane in lanes if isinstance(lane.result.settings.policy, ChainPolicy)]
+        settings = [lane.result.settings for lane in lanes]
+        return [
+            lane
+            for lane, one in zip(lanes, settings, strict=True)
+            if isinstance(one.policy, ChainPolicy) and one.confidence_threshold is None
+        ]
 
     def sampling_of(lane: ComparedLane) -> str:
         return repr(lane.result.settings.sampling)

@@ -95,7 +95,7 @@ def make_notes(comparison: Comparison) -> list[str]:
     notes = []
     for setting in comparison.settings:
         settings = comparison.lane(comparison.drafts[0], setting).result.settings
-        notes.append(f"{setting}: {settings.policy.name}, {describe_sampling(settings.sampling)}")
+        notes.append(f"{setting}: {settings.drafting_name}, {describe_sampling(settings.sampling)}")
     first = comparison.lanes[0].result
     conditions, settings = first.environment, first.settings
     versions = ", ".join(f"{name} {one}" for name, one in conditions["versions"].items())

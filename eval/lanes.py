@@ -113,7 +113,14 @@ class LaneRunner:
                 assert getattr(lane.settings, name) == getattr(self.settings, name), name
         size = self.settings.batch_size
         self._engines = [
-            Engine(target, lane.draft, lane.settings.policy, batch_size=size) for lane in lanes
+            Engine(
+                target,
+                lane.draft,
+                lane.settings.policy,
+                batch_size=size,
+                lengths=None if lane.draft is None else lane.settings.lengths(),
+            )
+            for lane in lanes
         ]
         self._plain_engine = Engine(target, None, ChainPolicy(), batch_size=size)
 

@@ -152,7 +152,9 @@ def _drafting_words(settings: Mapping[str, Any]) -> str:
     policy = settings.get("policy")
     if policy is None:
         return f"{settings['num_draft_tokens']} draft tokens"
-    return str(policy["name"])
+    threshold = settings.get("confidence_threshold")
+    cut = "" if threshold is None else f" cut at confidence {threshold:g}"
+    return f"{policy['name']}{cut}"
 
 
 def _sampling_words(sampling: Mapping[str, Any]) -> str:

@@ -280,6 +280,7 @@ def evaluate_drafts(config: QuickstartConfig, story: Story) -> tuple[Any, Any]:
         max_new_tokens=config.max_new_tokens,
         policy=policy_from_config(config.drafting),
         baseline_prompts_per_category=config.baseline_prompts_per_category,
+        confidence_threshold=config.drafting.confidence_threshold,
     )
     draft_folder, output = f"{config.output}/train/draft", f"{config.output}/evaluation"
     command = (

@@ -91,7 +91,7 @@ def make_table(result: EvaluationResult) -> Table:
 
 def _title(result: EvaluationResult) -> Text:
     draft = result.draft or "no draft model"
-    policy = f", {result.settings.policy.name}" if result.draft else ""
+    policy = f", {result.settings.drafting_name}" if result.draft else ""
     sampling = describe_sampling(result.settings.sampling)
     return Text(f"{draft} on {result.target}: {sampling}{policy}")
 

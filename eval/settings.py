@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from draftsmith.conf.schema import CompareSetting, DraftingConfig, EvaluateConfig
+from draftsmith.inference.length_policies import StaticThreshold
 from draftsmith.inference.policies import POLICIES, ChainPolicy, Policy, make_policy
 from draftsmith.models.protocols import SamplingSettings
 from draftsmith.models.sampling import sampling_from_generation_config
@@ -25,6 +26,19 @@ class EvaluationSettings:
     check_lossless: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch_size: int = 1
+    confidence_threshold: float | None = None
+
+    @property
+    def drafting_name(self) -> str:
+        """The policy, and where chains are cut, as reports call them."""
+        if self.confidence_threshold is None:
+            return self.policy.name
+        return f"{self.policy.name} cut at confidence {self.confidence_threshold:g}"
+
+    def lengths(self) -> StaticThreshold | None:
+        """How many tokens of each chain are verified; None: all."""
+        threshold = self.confidence_threshold
+        return None if threshold is None else StaticThreshold(threshold)
 
     @property
     def timed_prompts_per_category(self) -> int | None:
@@ -59,6 +73,7 @@ def make_settings(config: EvaluateConfig, target: TargetModel) -> EvaluationSett
         check_lossless=config.check_lossless,
         template_kwargs=config.template_kwargs,
         batch_size=config.batch_size,
+        confidence_threshold=config.drafting.confidence_threshold,
     )
 
 
