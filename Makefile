@@ -5,6 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH_VERSION ?= 2.13.0
 PYTEST_ARGS ?=
+TEST_PROCESSES ?= 2
 STAMP := $(VENV)/.installed
 ENGINE_VENV ?= .venv-engine
 ENGINE_STAMP := $(ENGINE_VENV)/.installed
@@ -40,10 +41,11 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)
 	$(BIN)/python -P -m draftsmith.eval.quickstart $(QUICKSTART_ARGS)
 
-# One thread per test process: tiny models gain nothing from two, and threads that wait for each
-# other on a busy machine made the suite three times as long.
+# Whole files go to two processes (TEST_PROCESSES=0: all in this one, as debuggers want it), with one
+# thread each: tiny models gain nothing from two, and threads that wait for each other on a busy
+# machine made the suite three times as long.
 test: check
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -n $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -P -m pytest -m "slow and not gpu and not soak" --timeout 1800 $(PYTEST_ARGS)
