@@ -49,9 +49,9 @@ class CalibrateConfig:
     min_observations: int = 20
     """Rounds of either half that must reach a position: in which all tokens before it stayed (our
     choice)."""
-    short_positions: str = "error"
-    """What becomes of positions that fewer rounds reach: error stops; previous gives them the
-    temperature of the last position with enough, and the report says so."""
+    short_positions: str = "previous"
+    """What becomes of positions that fewer rounds reach: previous gives them the temperature of the
+    last position with enough, and the report says so; error stops."""
     template_kwargs: dict[str, Any] = field(default_factory=open_dict)
     """Passed to the chat template."""
 

@@ -245,7 +245,8 @@ def enough_observations(halves: Sequence[Observations], config: CalibrateConfig)
         raise ValueError(
             f"Too few observations ({told}); expected at least {config.min_observations} of each "
             "position in each half. Give more prompts or a larger max_new_tokens, or set "
-            "short_positions=previous (not for position 1) or a smaller min_observations."
+            "short_positions=previous (the default; not for position 1) or a smaller "
+            "min_observations."
         )
     return min(short) - 1
 

@@ -183,6 +183,8 @@ def test_too_few_observations_are_told_by_position_and_half() -> None:
     rounds = [ObservedRound((0.0, 0.0, 0.0), accepted) for accepted in [0] * 30 + [1] * 5 + [2]]
     enough = Observations([ObservedRound((0.0, 0.0, 0.0), 3)] * 30, 3)
     halves = [enough, Observations(rounds, 3)]
+    assert verb.enough_observations(halves, config) == 1, "decoding for long is not lost"
+    config.short_positions = "error"
     wanted = (
         r"\(report half, 36 rounds: position 2 was reached 6 times, position 3 was reached 1 "
         r"times\); expected at least 20"
