@@ -44,8 +44,6 @@ PROMPTS = [
 SETTINGS = EvaluationSettings(
     max_new_tokens=12, policy=ChainPolicy(3), baseline_prompts_per_category=1
 )
-THRESHOLD = 0.08
-"""Some probabilities of untrained drafts are above it, some below."""
 TREE = DynamicTreePolicy(total_tokens=9, depth=2, top_k=3)
 
 
@@ -76,45 +74,6 @@ def test_an_untrained_draft_is_measured_and_lossless(result: EvaluationResult) -
     assert overall.new_tokens == sum(len(answer.token_ids) for answer in answers)
     in_rounds = sum(emitted * n for emitted, n in overall.acceptance.histogram.items())
     assert in_rounds == overall.new_tokens - overall.num_answers
-
-
-@pytest.mark.lossless
-def test_a_confidence_threshold_cuts_chains_and_stands_in_every_report(
-    target: Any, tmp_path: Path
-) -> None:
-    whole = evaluate(target, untrained_draft(target), PROMPTS, SETTINGS)
-    thresholds = [0.0, THRESHOLD, 1.0]
-    found = [
-        evaluate(
-            target,
-            untrained_draft(target),
-            PROMPTS,
-            replace(SETTINGS, confidence_threshold=threshold),
-            draft_name="cut",
-        )
-        for threshold in thresholds
-    ]
-    verified = [one.overall.acceptance.verified_nodes for one in found]
-    assert verified[0] == whole.overall.acceptance.verified_nodes
-    assert verified[0] > verified[1] > verified[2] == 0.0
-    assert found[2].overall.acceptance.accepted_length == 1.0
-    assert all(one.overall.lossless.status == "equal" for one in found)
-    console = Console(file=StringIO(), width=200)
-    write_report(found[1], tmp_path, console)
-    words = f"{SETTINGS.policy.name} cut at confidence {THRESHOLD:g}"
-    assert words in console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(words in (tmp_path / name).read_text() for name in ("results.txt", "report.html"))
-    assert (
-        json.loads((tmp_path / "results.json").read_text())["settings"]["confidence_threshold"]
-        == THRESHOLD
-    )
-
-
-def test_a_threshold_of_trees_or_beyond_probabilities_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"dynamic_tree: only chains are cut"):
-        DraftingConfig(policy="dynamic_tree", confidence_threshold=0.5)
-    with pytest.raises(ValueError, match=r"confidence_threshold is 1\.5; expected a probability"):
-        DraftingConfig(confidence_threshold=1.5)
 
 
 @pytest.mark.lossless
