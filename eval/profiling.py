@@ -38,7 +38,6 @@ from draftsmith.eval.plain_page import number_table, render_plain_page
 from draftsmith.eval.report import as_text, number, write_aside
 from draftsmith.inference.records import Stopwatch
 from draftsmith.models.packed import PackedModel, Segment
-from draftsmith.models.sequence_cache import SequenceCache
 from draftsmith.models.target import TargetModel
 
 
@@ -68,20 +67,13 @@ class _Forwards:
         self._tokens = tokens.to(target.device)
         first = self._packed.new_cache(context + room)
         self._packed.forward([Segment(first, self._tokens[:context], 0)])
-        copies = [
-            SequenceCache(
-                first.capacity,
-                [entries.clone() for entries in first.keys],
-                [entries.clone() for entries in first.values],
-            )
-            for _ in range(num_requests - 1)
-        ]
-        self._caches = [first, *copies]
+        first.keep(range(context))
+        self._caches = [first, *(first.copy() for _ in range(num_requests - 1))]
 
     def seconds(self, sizes: Sequence[int], context: int) -> float:
         """Times a forward of `sizes` tokens per request behind `context` tokens each."""
         for cache in self._caches[: len(sizes)]:
-            cache.committed = context
+            cache.committed = context  # Recurrent states stay those of the longest: no difference.
         self._watch.mark()
         segments = [
             Segment(cache, self._tokens[context : context + size], context)
@@ -89,6 +81,8 @@ class _Forwards:
         ]
         self._packed.forward(segments, logits="all")
         self._watch.mark()
+        for segment in segments:
+            segment.cache.keep(())
         return self._watch.read()[-1]
 
 

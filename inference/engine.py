@@ -32,7 +32,7 @@ import torch
 
 from draftsmith.inference.draft_lengths import check_length_policy, cut_to_lengths
 from draftsmith.inference.length_policies import LengthPolicy
-from draftsmith.inference.policies import DraftRequest, Policy
+from draftsmith.inference.policies import ChainPolicy, DraftRequest, Policy
 from draftsmith.inference.records import EngineStep, Generation, RoundRecord, Stopwatch
 from draftsmith.inference.sampling import choose_token
 from draftsmith.inference.sequences import (
@@ -73,8 +73,8 @@ class Engine:
                 rounds: give every engine one of its own.
 
         Raises:
-            ValueError: the target cannot be read in packed forwards, batch_size below 1, or
-                `lengths` with trees or without a draft model.
+            ValueError: the target cannot be read in packed forwards, batch_size below 1,
+                `lengths` with trees or without a draft model, or trees with recurrent layers.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1.")
@@ -82,6 +82,7 @@ class Engine:
             check_length_policy(lengths, policy, has_draft=draft is not None)
             if lengths.longest == 0:
                 draft = lengths = None  # Plain decoding: nothing is ever drafted.
+        _refuse_trees(target, draft, policy)
         self.target = target
         self.draft = draft
         self.policy = policy
@@ -270,6 +271,18 @@ class Engine:
             generators=[one.request.generator for one in drafting],
             **options,
         )
+
+
+def _refuse_trees(target: TargetModel, draft: Drafter | None, policy: Policy) -> None:
+    """Raises ValueError where trees would be drafted by, or for, a model with recurrent layers."""
+    if draft is None or isinstance(policy, ChainPolicy):
+        return
+    for what, model in (("target", target), ("draft model", draft)):
+        if getattr(model, "chain_only", False):
+            raise ValueError(
+                f"The {what} has recurrent layers, whose state has no branches, but the policy is "
+                f"a {policy.name}. Draft chains (ChainPolicy, drafting=chain)."
+            )
 
 
 class Serving:

@@ -108,7 +108,7 @@ def _prefill(model: Any, prompts: Sequence[Sequence[int]], pad_id: int) -> tuple
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt, dtype=torch.long, device=device)
         keep[row, longest - len(prompt) :] = 1
-    batch = _Batch(keep_mask=keep)
+    batch = _Batch(SlackCache.of(model.config), keep_mask=keep)
     positions = (keep.cumsum(dim=-1) - 1).clamp_(min=0)
     return batch, _last_logits(model, ids, keep, positions, batch.cache)
 

@@ -6,6 +6,10 @@ own entries, and `crop` keeps the buffers. All layers are full ones, for sliding
 their masks are computed from positions, and a full cache can be rolled back exactly at any length
 (a sliding cache has already dropped the entries that a rollback would bring back).
 
+Recurrent layers (linear attention, state space, short convolution) keep one state per row instead
+of entries per token. They stay transformers' own: they do not grow, and cannot be rolled back here
+(models/recurrent_states.py does that, for one sequence at a time).
+
 Axes: batch, heads (key/value heads), seq, head_dim.
 """
 
@@ -14,9 +18,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 SLACK_TOKENS = 128
 """Extra room per growth, in tokens (our choice): about one copy per 128 decoded tokens."""
@@ -82,11 +92,45 @@ class SlackCache(DynamicCache):
         # plain dynamic ones.
         self.layer_class_to_replicate = SlackLayer
 
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> SlackCache:
+        """An empty cache for a model; its layers are made at once where some are recurrent."""
+        cache = cls()
+        layers = empty_layers(config)
+        if any(map(is_recurrent, layers)):
+            cache.layers.extend(layers)
+        return cache
+
     def slack_layers(self) -> Iterator[SlackLayer]:
-        """The layers, with their type."""
+        """The layers that keep entries per token, with their type."""
         for layer in self.layers:
-            assert isinstance(layer, SlackLayer), f"unexpected cache layer {type(layer).__name__}"
-            yield layer
+            if not is_recurrent(layer) and not isinstance(layer, DummyLayer):
+                assert isinstance(layer, SlackLayer), f"unexpected layer {type(layer).__name__}"
+                yield layer
+
+    def recurrent_layers(self) -> Iterator[LinearAttentionCacheLayerMixin]:
+        """The layers that keep a state per row."""
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                yield layer
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache layer keeps a state that every token changes."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def empty_layers(config: PreTrainedConfig) -> list[Any]:
+    """The empty cache layers of a model, full and sliding ones as `SlackLayer`s.
+
+    Sliding layers forget; a full layer in their place sees the same window through its mask.
+
+    Raises:
+        KeyError: transformers has no cache layer for one of the configuration's layer types.
+    """
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    layers = DynamicCache(config=config).layers
+    return [SlackLayer() if type(layer) in plain else layer for layer in layers]
 
 
 def drop_last(cache: Cache, num_tokens: int) -> None:
@@ -110,6 +154,11 @@ def select_rows(cache: SlackCache, rows: Tensor, *, first: int) -> None:
         keys, values = layer.filled()
         layer.keys = keys.index_select(0, rows)[:, :, first:]
         layer.values = values.index_select(0, rows)[:, :, first:]
+    for states in cache.recurrent_layers():
+        for kind in (states.conv_states, states.recurrent_states):
+            for index, state in kind.items():
+                if state is not None:
+                    kind[index] = state.index_select(0, rows)
 
 
 def join_rows(cache: SlackCache, other: SlackCache) -> None:
@@ -118,6 +167,16 @@ def join_rows(cache: SlackCache, other: SlackCache) -> None:
         keys, values = layer.filled()
         added_keys, added_values = added.filled()
         layer.keys, layer.values = _join(keys, added_keys), _join(values, added_values)
+    for states, new in zip(cache.recurrent_layers(), other.recurrent_layers(), strict=True):
+        _append_rows(states.conv_states, new.conv_states)
+        _append_rows(states.recurrent_states, new.recurrent_states)
+
+
+def _append_rows(states: dict[int, Tensor | None], added: dict[int, Tensor | None]) -> None:
+    for index, state in states.items():
+        new = added[index]
+        if state is not None and new is not None:
+            states[index] = torch.cat([state, new])
 
 
 def _join(first: Tensor, second: Tensor) -> Tensor:

@@ -2,15 +2,16 @@
 
 transformers runs rectangles: a batch is padded to its longest row, and a tree needs a mask over all
 keys of all rows. Here the new tokens of all sequences lie in one row, [1, total]: every layer's
-linear parts cost what the tokens cost, whoever they belong to. Only attention looks at the
-sequences one by one, each over its own `SequenceCache`. The model's code is untouched: during a
-packed forward its attention goes through transformers' attention interface to `_attend`, and its
-cache is an object that notes which layer is speaking.
+linear parts cost what the tokens cost, whoever they belong to. Only attention and recurrent mixers
+look at the sequences one by one, each over its own `SequenceCache`. The model's code is untouched:
+during a packed forward its attention goes through transformers' attention interface to `_attend`,
+the calls of its mixers (models/recurrent_states.py) go to `_mix`, and its cache is an object that
+notes which layer is speaking.
 
-Works for any model that attends through that interface and takes position ids, full and
-sliding-window layers alike; a trial at construction compares with the model's own forward and
-refuses a model that computes anything else. A flash-attention target is read with this attention
-instead (flash kernels take no tree masks); that is said once.
+Works for any model that attends through that interface and takes position ids, with full,
+sliding-window and recurrent layers (these read chains, no trees); a trial at construction compares
+with the model's own forward and refuses a model that computes anything else. A flash-attention
+target is read with this attention instead (flash kernels take no tree masks); that is said once.
 
 How to check: tests/test_packed.py, on tiny models of eleven families.
 
@@ -21,7 +22,7 @@ those read earlier in the round included), heads, kv_heads, head_dim, vocab.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -31,6 +32,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, DynamicCache
 
+from draftsmith.models.recurrent_states import (
+    NO_TREES,
+    MixerCall,
+    RecurrentStates,
+    goes_on,
+    replaced_forwards,
+)
 from draftsmith.models.rollback import require_exact_rollback
 from draftsmith.models.sequence_cache import (
     SMALL_QUERY,
@@ -39,7 +47,7 @@ from draftsmith.models.sequence_cache import (
     causal_mask,
 )
 from draftsmith.models.target import TargetModel, TargetOutput
-from draftsmith.models.target_structure import probe_tokens
+from draftsmith.models.target_structure import layer_input, probe_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -183,15 +191,53 @@ def _attend(
 AttentionInterface.register(INTERFACE_NAME, _attend)
 
 
+def _mix(
+    layer: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A recurrent mixer, for the packed forward that is running: each sequence by its own state.
+
+    Args:
+        layer: index in the cache.
+        forward: the mixer's own.
+        args: what it was called with: hidden states [1, total, hidden] first, or by name.
+        kwargs: the same.
+
+    Returns:
+        [1, total, hidden].
+
+    Raises:
+        ValueError: a segment is a tree.
+    """
+    step = _RUNNING.get()
+    step.layers_attended += 1
+    hidden = layer_input(args, kwargs)
+    (cache,) = (v for v in (*args, *kwargs.values()) if isinstance(v, PackedKeyValues))
+    call = MixerCall(forward, args, kwargs, cache)
+    outputs = []
+    first = 0
+    for segment in step.segments:
+        if segment.ancestors is not None:
+            raise ValueError(NO_TREES)
+        assert segment.cache.recurrent is not None, "new_cache() of this model made the cache"
+        behind = segment.start - segment.cache.committed
+        rows = hidden[:, first : first + segment.new]
+        first += segment.new
+        outputs.append(segment.cache.recurrent.read(layer, call, rows, behind=behind))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
 @contextmanager
 def packed_attention(
-    configs: Sequence[Any], segments: Sequence[Segment]
+    configs: Sequence[Any],
+    segments: Sequence[Segment],
+    mixers: dict[int, nn.Module] | None = None,
 ) -> Iterator[PackedKeyValues]:
     """What transformers' modules need to read packed rows: [1, total, ...] of all segments.
 
     Args:
         configs: every configuration object that a part of the model reads its attention from.
         segments: whose new tokens the rows are.
+        mixers: the recurrent ones, by their layer in the cache.
 
     Yields:
         What to pass for the cache. A layer's keys go where its `layer_idx` says.
@@ -202,7 +248,8 @@ def packed_attention(
     for config in configs:
         config._attn_implementation_internal = INTERFACE_NAME
     try:
-        yield PackedKeyValues(step)
+        with replaced_forwards(mixers or {}, _mix):
+            yield PackedKeyValues(step)
     finally:
         for config, kind in zip(configs, before, strict=True):
             config._attn_implementation_internal = kind
@@ -236,7 +283,8 @@ class PackedModel:
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """An empty cache of one sequence with room for `capacity` positions."""
-        return SequenceCache(capacity)
+        states = RecurrentStates(self.model.new_cache()) if self.model.mixers else None
+        return SequenceCache(capacity, recurrent=states)
 
     @torch.no_grad()
     def forward(
@@ -258,7 +306,7 @@ class PackedModel:
         """
         ids = torch.cat([segment.tokens for segment in segments])[None]
         positions = torch.cat([segment.new_positions(self.device) for segment in segments])[None]
-        with packed_attention(self._configs, segments) as cache:
+        with packed_attention(self._configs, segments, self.model.mixers) as cache:
             output = self.model.forward(
                 ids,
                 position_ids=positions,
@@ -275,7 +323,7 @@ class PackedModel:
         return output
 
     def _try(self) -> None:
-        """Reads two short sequences and a small tree both ways.
+        """Reads two short sequences and a small tree both ways; rejected chains for recurrent ones.
 
         Raises:
             ValueError: the packed forward does not give the model's own logits.
@@ -283,7 +331,7 @@ class PackedModel:
         probe = probe_tokens(self.model.head().weight)[0]
         plain_cache = self.model.new_cache()
         self.model.forward(probe[None], cache=plain_cache)
-        require_exact_rollback(plain_cache)
+        require_exact_rollback(plain_cache, mixers=self.model.mixers)
         ids = torch.cat([probe, probe.flip(0)])
         first, second, root, left, right = ids[:3], ids[1:3], ids[3:4], ids[-1:], ids[-2:-1]
         caches = [self.new_cache(8), self.new_cache(8)]
@@ -291,9 +339,13 @@ class PackedModel:
         self.forward(prompts)
         for cache, prompt in zip(caches, prompts, strict=True):
             cache.keep(range(prompt.new))
+        below = torch.cat([root, left, right])
+        if self.model.mixers:
+            self._try_rollback(caches, [first, second], below)
+            return
         tree = Segment(
             caches[0],
-            torch.cat([root, left, right]),
+            below,
             3,
             positions=torch.tensor([3, 4, 4], device=self.device),
             ancestors=torch.tensor(
@@ -308,8 +360,57 @@ class PackedModel:
             torch.cat([first, root, right]),
             torch.cat([second, root]),
         ]
-        for row, path in zip(found[0], paths, strict=True):
-            expected = self.model.forward(path[None], logits="last").logits
+        self._compare(found[0], paths)
+
+    def _try_rollback(
+        self, caches: Sequence[SequenceCache], texts: list[Tensor], chain: Tensor
+    ) -> None:
+        """Reads a chain behind both texts, keeps one and two of its tokens, and goes on."""
+        self._try_mixers(torch.cat([texts[0], chain, texts[0].flip(0)]))
+        for kept, cache in enumerate(caches, start=1):
+            wrong = Segment(cache, torch.cat([chain[:kept], chain.flip(0)]), cache.committed)
+            self.forward([wrong])
+            cache.keep(range(kept))
+        segments = [
+            Segment(cache, chain[kept:], cache.committed)
+            for kept, cache in enumerate(caches, start=1)
+        ]
+        found = self.forward(segments, logits="all").logits
+        assert found is not None, "logits were asked for"
+        paths = [
+            torch.cat([text, chain[:stop]])
+            for kept, text in enumerate(texts, start=1)
+            for stop in range(kept + 1, len(chain) + 1)
+        ]
+        self._compare(found[0], paths)
+
+    def _try_mixers(self, text: Tensor) -> None:
+        """Insists that each mixer goes on from its state when it reads several tokens."""
+        calls: dict[int, tuple[MixerCall, Tensor]] = {}
+        cache = self.model.new_cache()
+
+        def record(
+            layer: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> Any:
+            calls[layer] = MixerCall(own, args, kwargs, cache), layer_input(args, kwargs)
+            return own(*args, **kwargs)
+
+        with replaced_forwards(self.model.mixers, record):
+            self.model.forward(text[None], cache=cache)
+        for layer, (call, rows) in calls.items():
+            if not goes_on(layer, call, rows, self.model.new_cache):
+                kind = type(self.model.mixers[layer]).__name__
+                raise ValueError(
+                    self._refusal(
+                        f"has a {kind} (layer {layer}) that forgets its state when it reads "
+                        "several tokens at once"
+                    )
+                )
+
+    def _compare(self, found: Tensor, texts: list[Tensor]) -> None:
+        """Insists that the rows of [texts, vocab] logits are the model's own after each text."""
+        for row, text in zip(found, texts, strict=True):
+            expected = self.model.forward(text[None], logits="last").logits
             assert expected is not None, "logits were asked for"
             if not _agree(row, expected.flatten()):
                 raise ValueError(self._refusal("gives other logits when sequences are packed"))

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.models.recurrent_states import RecurrentStates
+
 MIN_CAPACITY = 64
 """Positions of the first allocation (our choice)."""
 SMALL_QUERY = 96
@@ -40,6 +42,8 @@ class SequenceCache:
     values: list[Tensor] = field(default_factory=list)
     committed: int = 0
     """Positions whose entries are final."""
+    recurrent: RecurrentStates | None = None
+    """The states of the model's recurrent layers, where it has some."""
 
     def reserve(self, positions: int, *, limit: int) -> bool:
         """Grows to hold `positions` positions, ahead of need up to `limit`; True if it grew."""
@@ -70,7 +74,13 @@ class SequenceCache:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Commits this round's rows `rows` (ascending, 0 is the first after the committed ones) and
-        forgets the others: the accepted path of a tree is moved together, in every layer."""
+        forgets the others: the accepted path of a tree is moved together, in every layer.
+
+        Raises:
+            ValueError: recurrent layers cannot keep these rows (`RecurrentStates.keep`).
+        """
+        if self.recurrent is not None:
+            self.recurrent.keep(rows)
         count = len(rows)
         if list(rows) != list(range(count)):
             moved = torch.tensor(rows) + self.committed
@@ -81,6 +91,12 @@ class SequenceCache:
                         source = moved.to(entries.device)
                         entries[:, self.committed : stop] = entries.index_select(1, source)
         self.committed += count
+
+    def copy(self) -> SequenceCache:
+        """The committed entries and states, independent of these."""
+        keys, values = ([one.clone() for one in kind] for kind in (self.keys, self.values))
+        states = None if self.recurrent is None else self.recurrent.copy()
+        return SequenceCache(self.capacity, keys, values, self.committed, states)
 
 
 def cached_attention(

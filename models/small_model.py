@@ -167,6 +167,11 @@ class SmallModelDraft(nn.Module):
         """The transformers configuration; the training loop notes the target in it."""
         return self.language_model.config
 
+    @property
+    def chain_only(self) -> bool:
+        """It cannot draft trees: it has recurrent layers."""
+        return self._wrapped[0].chain_only
+
     def attach_target(self, *, embed_tokens: nn.Module, head: nn.Module | None = None) -> None:  # noqa: ARG002
         """Learns the size of the target's vocabulary; the embeddings are this model's own.
 

@@ -14,6 +14,7 @@ How to check: `tests/test_target.py`, on tiny models of eleven families.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 from collections.abc import Sequence
@@ -29,10 +30,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 from transformers.utils import logging as transformers_logging
 
-from draftsmith.models.kv_cache import SlackLayer
+from draftsmith.models.aux_layers import default_aux_layer_ids, validate_aux_layer_ids
+from draftsmith.models.kv_cache import empty_layers
+from draftsmith.models.recurrent_states import NO_TREES, require_mixers, watched_mixers
 from draftsmith.models.target_source import (
     Fingerprint,
     chat_template_fingerprint,
@@ -91,56 +94,6 @@ class TargetOutput:
     """[batch, seq, hidden]: what the head reads."""
     logits: Tensor | None
     """[batch, seq or 1, vocab], or None when none were asked for."""
-
-
-def default_aux_layer_ids(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's choice of an early, a middle and a late layer: (1, num_layers // 2 - 1, N - 4).
-
-    Source: arXiv 2503.01840 and its code, which counts (2, N // 2, N - 3) with 0 the embeddings.
-
-    Raises:
-        ValueError: The target is too shallow for three distinct layers.
-    """
-    ids = (1, num_layers // 2 - 1, num_layers - 4)
-    if not ids[0] < ids[1] < ids[2]:
-        usable = ", ".join(str(layer) for layer in range(num_layers - 1)) or "none"
-        raise ValueError(
-            f"The target has only {num_layers} layers, too few for the default aux_layer_ids "
-            f"(1, N // 2 - 1, N - 4) = {ids}. Set method.aux_layer_ids yourself, distinct and "
-            f"ascending (usable: -1 for the embeddings, {usable})."
-        )
-    return ids
-
-
-def validate_aux_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Checks layer ids: distinct, ascending, and in -1 .. num_layers - 2.
-
-    The last layer is refused: transformers' tuple of hidden states holds its output after the final
-    norm, engines hand out the raw residual, so the same id would mean two different things.
-
-    Raises:
-        ValueError: What is wrong and what to set instead.
-    """
-    checked = tuple(int(layer) for layer in ids)
-    choice = f"Set method.aux_layer_ids to distinct ascending ids in -1 .. {num_layers - 2}"
-    if num_layers - 1 in checked:
-        raise ValueError(
-            f"method.aux_layer_ids {checked} has {num_layers - 1}, the last layer: its output "
-            "means different things in different engines (raw or normalised), and the final hidden "
-            f"state is always given anyway. {choice}."
-        )
-    outside = [layer for layer in checked if not -1 <= layer < num_layers]
-    if outside:
-        raise ValueError(
-            f"method.aux_layer_ids {checked} has {outside}, but the target has {num_layers} layers "
-            f"(0 to {num_layers - 1}; -1 is the embedding output). {choice}."
-        )
-    if list(checked) != sorted(set(checked)):
-        raise ValueError(
-            f"method.aux_layer_ids {checked} is not distinct and ascending. {choice}, for example "
-            f"{tuple(sorted(set(checked)))}."
-        )
-    return checked
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -222,6 +175,8 @@ class TargetModel:
         embed_tokens: Maps ids to the embeddings the decoder layers read, scale included.
         eos_token_ids: Every token that ends an answer.
         max_positions: Longest sequence the target is made for, in tokens.
+        mixers: The module of each recurrent layer that keeps its state, by the layer's index in the
+            cache; empty for a target of attention layers. Such a target reads chains, no trees.
         fingerprint: Weights, tokenizer and template.
     """
 
@@ -261,12 +216,8 @@ class TargetModel:
         self.max_positions = UNLIMITED_POSITIONS if limit is None else int(limit)
         self._cache_argument = self._find_cache_argument()
         self._takes_positions = accepts(self._decoder, "position_ids")
-        # Sliding layers forget; a full layer in their place sees the same window through its mask.
-        plain = (DynamicLayer, DynamicSlidingWindowLayer)
-        self._cache_layers = [
-            SlackLayer if type(layer) in plain else type(layer)
-            for layer in DynamicCache(config=model.config).layers
-        ]
+        self._cache_layers = empty_layers(model.config)
+        self.mixers: dict[int, nn.Module] = {}
         self.packed_model: Any = None  # Made by models/packed.py, which builds on this file.
         self._captured: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
@@ -345,11 +296,16 @@ class TargetModel:
 
         Returns:
             A `TargetOutput`; states at padding are meaningless.
+
+        Raises:
+            ValueError: A mask of four axes with recurrent layers, which do not look at it.
         """
         arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
         if attention_mask is not None:
+            if attention_mask.ndim == 4 and self.chain_only:
+                raise ValueError(NO_TREES)
             arguments["attention_mask"] = attention_mask
             if position_ids is None and attention_mask.ndim == 2:
                 counted = attention_mask.long().cumsum(-1) - 1  # [batch, past + seq]
@@ -396,18 +352,24 @@ class TargetModel:
         return self._head(final_hidden)
 
     def new_cache(self) -> Cache:
-        """An empty cache whose layers keep every token, so that rollback is exact.
+        """An empty cache whose attention layers keep every token, so that rollback is exact.
 
         A sliding-window layer that has dropped its oldest entries cannot take back rejected
-        tokens; the mask keeps the window, the cache need not.
+        tokens; the mask keeps the window, the cache need not. Recurrent layers cannot go back
+        (`models/recurrent_states.py` does it for one sequence).
         """
         cache = DynamicCache()
-        cache.layers.extend(layer_class() for layer_class in self._cache_layers)
+        cache.layers.extend(copy.deepcopy(self._cache_layers))
         return cache
 
     def head(self) -> TargetHead:
         """The head, sharing this target's weights."""
         return self._head
+
+    @property
+    def chain_only(self) -> bool:
+        """It reads drafted tokens one after the other only: its recurrent layers cannot branch."""
+        return bool(self.mixers)
 
     def _find_cache_argument(self) -> str:
         """The decoder's name for its cache: it changed between versions of transformers.
@@ -428,12 +390,14 @@ class TargetModel:
 
         Raises:
             ValueError: They differ, so a wrapper around the decoder does more than we know of; or
-                the decoder leaves the cache empty.
+                the decoder leaves the cache empty, or its recurrent layers read padding.
         """
         name, cache = type(self.model).__name__, self.new_cache()
         probe = probe_tokens(self._head.weight)
-        found = self.forward(probe, cache=cache, logits="all").logits
+        with watched_mixers(self._decoder, cache) as self.mixers:
+            found = self.forward(probe, cache=cache, logits="all").logits
         assert found is not None, "logits were asked for"
+        require_mixers(name, cache, self.mixers)
         if cache.get_seq_length() != probe.shape[1]:
             raise ValueError(
                 f"{name} does not write its keys and values into a transformers cache, so it "
@@ -444,6 +408,22 @@ class TargetModel:
                 f"{name}: the decoder's own states do not lead to the model's logits (its wrapper "
                 "changes inputs or states). This target is not supported."
             )
+        if self.mixers and self._reads_padding(probe, found):
+            raise ValueError(
+                f"{name}: its recurrent layers read padding, so batches of texts would get other "
+                "states than single ones. This target is not supported."
+            )
+
+    def _reads_padding(self, probe: Tensor, expected: Tensor) -> bool:
+        """Whether padding on either side changes the probe's logits."""
+        ids = probe.repeat(1, 2)
+        for half in range(2):
+            keep = (torch.arange(ids.shape[1], device=ids.device) // probe.shape[1] == half)[None]
+            found = self.forward(ids, attention_mask=keep, logits="all").logits
+            assert found is not None, "logits were asked for"
+            if not _close(found[:, keep[0]], expected):
+                return True
+        return False
 
 
 class TargetHead(nn.Module):

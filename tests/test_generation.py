@@ -33,7 +33,9 @@ def alone(
     return GeneratedAnswer(answer, "length")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "gemma3", "gpt_neox", "qwen3_next", "qwen3_5"]
+)
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_every_row_equals_its_single_run(
     family: str, batch_size: int, tiny_model: Callable[..., Any]

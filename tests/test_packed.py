@@ -14,6 +14,7 @@ from draftsmith.models.sequence_cache import SequenceCache, cached_attention, ca
 
 FAMILIES = ["llama", "llama_tied", "qwen2", "qwen3", "gemma2", "gemma3", "granite", "phi"]
 FAMILIES += ["gpt_neox", "gpt2", "qwen3_moe"]
+RECURRENT_FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 
 
 def ids(*shape: int, seed: int = 0) -> Tensor:
@@ -37,7 +38,7 @@ def prefill(model: PackedModel, prompts: list[Tensor], room: int = 40) -> list[S
     return caches
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES + RECURRENT_FAMILIES)
 def test_sequences_of_different_lengths_share_a_forward(
     family: str, tiny_target: Callable[..., Any]
 ) -> None:

@@ -24,7 +24,7 @@ from draftsmith.models.target import (
     validate_aux_layer_ids,
 )
 
-FAMILIES = (
+ATTENTION_FAMILIES = (
     "llama",
     "llama_tied",
     "qwen2",
@@ -37,6 +37,8 @@ FAMILIES = (
     "gpt2",
     "qwen3_moe",
 )
+RECURRENT_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+FAMILIES = ATTENTION_FAMILIES + RECURRENT_FAMILIES
 SCALED_LOGITS = {"gemma2", "gemma3", "granite"}
 
 Make = Callable[..., Any]
@@ -113,7 +115,7 @@ def test_padded_rows_have_the_states_of_single_rows(
             )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ATTENTION_FAMILIES)
 def test_rollback_is_exact_beyond_the_sliding_window(tiny_target: Make, family: str) -> None:
     """Window 8, prompt 6, 30 tokens, three rejected tokens in every round."""
     target = tiny_target(family)
@@ -151,7 +153,7 @@ def test_a_sliding_cache_layer_would_have_lost_its_entries(tiny_target: Make) ->
         cache.crop(-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", *RECURRENT_FAMILIES])
 def test_left_padded_batches_decode_with_a_cache(tiny_target: Make, family: str) -> None:
     target = tiny_target(family)
     rows = [random_ids(length, seed=length) for length in (4, 9)]

@@ -28,8 +28,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
@@ -119,6 +122,23 @@ _COMMON: dict[str, Any] = {
 _GROUPED = _COMMON | {"num_key_value_heads": 2}
 # Gemma's window is shorter than the tests' texts, so that its sliding layers really slide.
 _GEMMA = _GROUPED | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+# Three linear-attention layers, then one of full attention. Drawn less widely: their gated norms
+# divide by small numbers, which magnifies the rounding of different orders of summation.
+_LINEAR = _GROUPED | {
+    "initializer_range": 0.2,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 
 
 def _gpt2_config(**overrides: Any) -> GPT2Config:
@@ -180,6 +200,9 @@ FAMILIES: dict[str, Callable[..., PreTrainedConfig]] = {
         moe_intermediate_size=24,
         tie_word_embeddings=False,
     ),
+    "qwen3_next": _from(Qwen3NextConfig, **_LINEAR, **_EXPERTS),
+    "qwen3_5": _from(Qwen3_5TextConfig, **_LINEAR),
+    "qwen3_5_moe": _from(Qwen3_5MoeTextConfig, **_LINEAR, **_EXPERTS),
 }
 """Family name -> config builder; keyword arguments override its fields."""
 
