@@ -29,6 +29,7 @@ Rule = Callable[[tuple[int, ...]], int]
 """Committed and drafted tokens so far -> the next drafted token."""
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "gpt2", "qwen3_moe"]
+FAMILIES += ["qwen3_next", "qwen3_5"]
 
 
 class RuleDraft:
@@ -415,6 +416,16 @@ def test_sampled_text_has_the_targets_law(small_llama: Any, kind: str) -> None:
         p_value(sampled_counts(small_llama, draft, prompt, 600), text_law(small_llama, prompt))
         > 1e-3
     )
+
+
+@pytest.mark.lossless
+def test_sampled_text_of_a_recurrent_target_has_its_law(tiny_target: Callable[..., Any]) -> None:
+    kinds = ["linear_attention", "full_attention"]
+    target = tiny_target("qwen3_5", num_hidden_layers=2, layer_types=kinds)
+    prompt = random_prompt(8, length=5)
+    draft = SampledDraft(laws(target)["sometimes"])
+    counts = sampled_counts(target, draft, prompt, 600)
+    assert p_value(counts, text_law(target, prompt)) > 1e-3
 
 
 @pytest.mark.lossless

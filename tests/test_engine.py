@@ -253,15 +253,15 @@ def test_a_hopeless_request_stops_the_batch_before_anything_is_decoded(
         engine.run([Request([5, 6], 5), too_long])
 
 
-def test_a_recurrent_target_is_refused_by_name() -> None:
+def test_a_cache_layer_that_cannot_go_back_is_refused_by_name() -> None:
     """What cannot be rolled back cannot be decoded with."""
     from draftsmith.models.rollback import require_exact_rollback
 
     class Layer(nn.Module):
         is_croppable = False
 
-    class Recurrent:
+    class Forgetful:
         layers = (Layer(),)
 
     with pytest.raises(ValueError, match="Layer 0 of the cache is a Layer"):
-        require_exact_rollback(Recurrent())  # type: ignore[arg-type]
+        require_exact_rollback(Forgetful())  # type: ignore[arg-type]

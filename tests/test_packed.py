@@ -26,8 +26,8 @@ def plain(target: Any, tokens: Tensor) -> Tensor:
     return target.forward(tokens[None], logits="all").logits[0]
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+def assert_close(found: Tensor, expected: Tensor, *, tolerance: float = 2e-5) -> None:
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def prefill(model: PackedModel, prompts: list[Tensor], room: int = 40) -> list[SequenceCache]:
@@ -44,6 +44,7 @@ def test_sequences_of_different_lengths_share_a_forward(
 ) -> None:
     """Gemma's windows of 8 are shorter than these texts."""
     target = tiny_target(family)
+    tolerance = 1e-4 if target.mixers else 2e-5  # A state sums over the whole text.
     model = PackedModel(target)
     texts = [ids(length, seed=length) for length in (17, 3, 9)]
     caches = prefill(model, [text[:-2] for text in texts])
@@ -59,9 +60,17 @@ def test_sequences_of_different_lengths_share_a_forward(
         read = text[: len(text) - 2 + count]
         whole = target.forward(read[None], aux_layer_ids=(0, 2), logits="all")
         rows = slice(first, first + count)
-        assert_close(output.logits[0, rows], whole.logits[0, -count:])
-        assert_close(output.aux_hidden_states[0, rows], whole.aux_hidden_states[0, -count:])
-        assert_close(output.final_hidden_states[0, rows], whole.final_hidden_states[0, -count:])
+        assert_close(output.logits[0, rows], whole.logits[0, -count:], tolerance=tolerance)
+        assert_close(
+            output.aux_hidden_states[0, rows],
+            whole.aux_hidden_states[0, -count:],
+            tolerance=tolerance,
+        )
+        assert_close(
+            output.final_hidden_states[0, rows],
+            whole.final_hidden_states[0, -count:],
+            tolerance=tolerance,
+        )
         first += count
 
 

@@ -105,12 +105,13 @@ def test_padded_rows_have_the_states_of_single_rows(
         kept = mask[index].bool()
         for name in ("aux_hidden_states", "final_hidden_states", "logits"):
             expected = getattr(alone, name)[0]
-            # Rounding is relative to the largest numbers in a sum, and differs between CPUs; what
-            # padding that is seen does to a state is as large as the state.
+            # Rounding is relative to the largest numbers in a sum, and differs between CPUs (most
+            # where a state sums over the whole text); what padding that is seen does to a state is
+            # as large as the state.
             torch.testing.assert_close(
                 getattr(together, name)[index, kept],
                 expected,
-                atol=2e-5 * float(expected.abs().max()),
+                atol=(1e-4 if target.mixers else 2e-5) * float(expected.abs().max()),
                 rtol=1e-4,
             )
 

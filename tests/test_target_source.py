@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    FalconH1Config,
+    DeepseekV4Config,
     MambaConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
+    RwkvConfig,
     T5Config,
+    xLSTMConfig,
 )
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
@@ -260,12 +262,17 @@ def test_the_packaged_target_answers_a_question(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (MambaConfig(hidden_size=32, num_hidden_layers=2), "recurrent state.*mamba"),
-        (Qwen3NextConfig(num_hidden_layers=4), "recurrent state.*linear_attention"),
-        (FalconH1Config(num_hidden_layers=2), "recurrent state.*mamba_d_conv"),
+        (MambaConfig(hidden_size=32, num_hidden_layers=2), r"\(mamba\) has recurrent layers only"),
+        (RwkvConfig(num_hidden_layers=2), r"recurrent state \(rwkv, Rwkv.*outside transformers"),
+        (xLSTMConfig(num_hidden_layers=2), r"recurrent state \(xlstm, xLSTM.*outside"),
+        (DeepseekV4Config(), "DeepseekV4HCACache.* cannot be rolled back"),
+        (
+            Qwen3NextConfig(num_hidden_layers=1, layer_types=["linear_attention"]),
+            "has recurrent layers only",
+        ),
         (T5Config(), "encoder-decoder"),
     ],
-    ids=["mamba", "qwen3_next", "falcon_h1", "t5"],
+    ids=["mamba", "rwkv", "xlstm", "deepseek_v4", "linear_only", "t5"],
 )
 @pytest.mark.parametrize("loader", [TargetModel, TargetHead])
 def test_what_cannot_be_served_is_refused_before_weights_are_read(
