@@ -5,9 +5,10 @@ changes, so forgetting tokens is not moving an end mark. transformers can record
 (`activate_past_recording`, then `crop`), but only that of convolution states: in 5.24 a cropped
 recurrent state still holds what was cropped. So here each layer's state of before the round is
 kept, with what its *mixer* (the module that reads and writes the state: Qwen3.5's `linear_attn`)
-was given in the round. When tokens are rejected, that state is put back and the mixers alone read
-the accepted rows again: the attention layers, the MLPs, the norms and the head do not run twice.
-Nothing of a round is held after it.
+was given in the round. When tokens are rejected, that state is put back, and the accepted rows
+wait: the mixer reads them in front of the next round's, in the same call, and only the new rows'
+outputs go on. Rows that wait are read by the mixers alone, in a call of their own, once they are
+more than `MOST_WAITING`. Attention layers, MLPs, norms and the head never run twice.
 
 A state has no branches. Only chains can be verified with it; trees are refused.
 
@@ -34,6 +35,9 @@ from transformers import Cache
 
 from draftsmith.models.kv_cache import is_recurrent
 
+MOST_WAITING = 16
+"""Accepted rows that a mixer reads again with the next ones (our choice). Fewer: more calls of
+their own; more: every call is longer. Measured in docs/decoding.md."""
 NO_TREES = (
     "A model with recurrent layers cannot read a tree of drafted tokens: its state has no "
     "branches. Draft chains (drafting=chain)."
@@ -77,9 +81,12 @@ class _LayerRound:
     """The cache layer as it was."""
     call: MixerCall
     inputs: list[Tensor] | None
-    """[1, rows, hidden] of each forward; None for a prompt, which is kept whole."""
+    """[1, rows, hidden]: rows that had waited, then those of each forward; None for a prompt, which
+    is kept whole."""
+    waited: int
+    """Rows that had waited."""
     count: int = 0
-    """Rows read."""
+    """Rows of the round."""
 
 
 @dataclass
@@ -89,6 +96,8 @@ class RecurrentStates:
     cache: Cache
     """A cache of the model's own kind; only its recurrent layers are used."""
     _round: dict[int, _LayerRound] = field(default_factory=dict)
+    _waiting: dict[int, tuple[MixerCall, Tensor]] = field(default_factory=dict)
+    """Committed rows that a layer's state has not read yet, [1, rows, hidden]."""
 
     def read(self, layer: int, call: MixerCall, rows: Tensor, *, behind: int) -> Tensor:
         """Lets a mixer read new rows; they stay uncommitted until `keep`.
@@ -105,11 +114,18 @@ class RecurrentStates:
         Raises:
             ValueError: rows that the state has read do not match `behind`.
         """
+        given = rows
         if layer not in self._round:
             before = copy.deepcopy(self.cache.layers[layer])
             # A prompt's rows are as large as its activations, and none of them is ever rejected.
             inputs: list[Tensor] | None = [] if _has_state(before) else None
-            self._round[layer] = _LayerRound(before, call.without_rows(), inputs)
+            held = self._round[layer] = _LayerRound(before, call.without_rows(), inputs, 0)
+            if layer in self._waiting:
+                assert inputs is not None, "rows wait behind a state"
+                waiting = self._waiting.pop(layer)[1]
+                inputs.append(waiting)
+                held.waited = waiting.shape[1]
+                given = torch.cat([waiting, rows], dim=1)
         held = self._round[layer]
         if held.count != behind:
             raise ValueError(
@@ -119,7 +135,7 @@ class RecurrentStates:
         if held.inputs is not None:
             held.inputs.append(rows)
         held.count += rows.shape[1]
-        return call(rows, self.cache)
+        return call(given, self.cache)[:, -rows.shape[1] :]
 
     @torch.no_grad()
     def keep(self, rows: Sequence[int]) -> None:
@@ -146,14 +162,25 @@ class RecurrentStates:
                     "state keeps its first round whole."
                 )
             self.cache.layers[layer] = held.before
-            if count:
-                assert held.inputs is not None, "checked above"
-                held.call(torch.cat(held.inputs, dim=1)[:, :count], self.cache)
+            if held.waited + count:
+                assert held.inputs is not None, "a prompt is kept whole or not at all"
+                waiting = torch.cat(held.inputs, dim=1)[:, : held.waited + count].clone()
+                self._waiting[layer] = held.call, waiting
         self._round.clear()
+        if any(waiting.shape[1] > MOST_WAITING for _, waiting in self._waiting.values()):
+            self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Lets the mixers read the committed rows that wait."""
+        assert not self._round, "a round is settled by keep"
+        for call, waiting in self._waiting.values():
+            call(waiting, self.cache)
+        self._waiting.clear()
 
     def copy(self) -> RecurrentStates:
         """The committed states, independent of these."""
-        assert not self._round, "only settled states are copied"
+        self.settle()
         return RecurrentStates(copy.deepcopy(self.cache))
 
 

@@ -45,7 +45,7 @@ def make_inputs(root: Path, tiny: Any, family: str) -> train_support.Inputs:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "mimo"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "mimo", "qwen3_5"])
 def test_train_decode_stitch_and_start_again(tmp_path: Path, tiny: Any, family: str) -> None:
     inputs = make_inputs(tmp_path, tiny, family)
     run = tmp_path / "run"

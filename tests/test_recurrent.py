@@ -6,6 +6,7 @@ References run the transformers model over whole texts, without any cache.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ from draftsmith.inference.policies import (
 from draftsmith.inference.records import Generation
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Draft
 from draftsmith.models.packed import PackedModel, Segment
+from draftsmith.models.recurrent_states import MOST_WAITING
 from draftsmith.models.sequence_cache import SequenceCache
 from draftsmith.models.small_model import SmallModelDraft
 from draftsmith.models.target import Fingerprint, TargetModel
@@ -79,18 +81,22 @@ def read_prompt(model: PackedModel, prompt: Tensor) -> SequenceCache:
 
 
 def states_of(cache: SequenceCache) -> list[Tensor]:
-    """Every state of every recurrent layer."""
+    """Every committed state of every recurrent layer."""
     assert cache.recurrent is not None
+    cache.recurrent.settle()
     layers = [layer for layer in cache.recurrent.cache.layers if hasattr(layer, "conv_states")]
     kinds = [kind for layer in layers for kind in (layer.conv_states, layer.recurrent_states)]
     return [state for kind in kinds for state in kind.values() if state is not None]
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
-    assert (found - expected).abs().max() <= 5e-5 * expected.abs().max()
+    """Rounding is magnified by these weights (up to 1e-4 here); a rejected token that stays in a
+    state changes it by 2 % and more."""
+    assert (found - expected).abs().max() <= 5e-4 * expected.abs().max()
 
 
-def greedy_text(target: TargetModel, prompt: list[int], tokens: int) -> list[int]:
+@functools.cache
+def greedy_text(target: TargetModel, prompt: tuple[int, ...], tokens: int) -> list[int]:
     """The target's own greedy answer, every token from the whole text."""
     text = list(prompt)
     for _ in range(tokens):
@@ -114,7 +120,7 @@ def answers(
 
 def assert_own_text(target: TargetModel, made: list[Generation], tokens: int = 16) -> None:
     for prompt, answer in zip(prompts(), made, strict=True):
-        assert answer.token_ids == greedy_text(target, prompt, tokens)
+        assert answer.token_ids == greedy_text(target, tuple(prompt), tokens)
 
 
 # --- rollback -------------------------------------------------------------------------------------
@@ -187,7 +193,31 @@ def test_transformers_own_crop_leaves_the_rejected_tokens_in_the_state(tiny_targ
     assert (found - expected).abs().max() > 0.02 * expected.abs().max()
 
 
-def test_nothing_of_a_round_is_held_after_it(tiny_target: Make) -> None:
+@pytest.mark.lossless
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_rejections_in_a_row(family: str, tiny_target: Make) -> None:
+    """Accepted rows wait through several rounds, with rounds of other sizes between."""
+    model = PackedModel.of(tiny_target(family))
+    text = ids(7)
+    cache = read_prompt(model, text)
+    states = cache.recurrent
+    assert states is not None
+    waiting = []
+    for step, kept in enumerate((1, 2, 1, 5, 1, 1, 0, 3, 2, 1, 4, 2, 3, 1, 2, 1)):
+        count = 1 if step == 5 else 5
+        read = ids(count, seed=step)
+        found = model.forward([Segment(cache, read, cache.committed)], logits="all").logits
+        expected = model.model.forward(torch.cat([text, read])[None], logits="all").logits
+        assert found is not None
+        assert expected is not None
+        assert_close(found[0], expected[0, -count:])
+        cache.keep(range(kept))
+        text = torch.cat([text, read[:kept]])
+        waiting.append(max((rows.shape[1] for _, rows in states._waiting.values()), default=0))
+    assert waiting == [1, 3, 4, 0, 1, 0, 0, 3, 5, 6, 10, 12, 15, MOST_WAITING, 0, 1]
+
+
+def test_little_of_a_round_is_held_after_it(tiny_target: Make) -> None:
     model = PackedModel.of(tiny_target("qwen3_5"))
     cache = model.new_cache(60)
     states = cache.recurrent
@@ -195,13 +225,17 @@ def test_nothing_of_a_round_is_held_after_it(tiny_target: Make) -> None:
     model.forward([Segment(cache, ids(9), 0)])
     assert {held.inputs for held in states._round.values()} == {None}, "a prompt is not recorded"
     cache.keep(range(9))
-    for _ in range(3):
+    for round_ in range(12):
         model.forward([Segment(cache, ids(4), cache.committed)])
         held = next(iter(states._round.values()))
-        assert [tuple(rows.shape) for rows in held.inputs or []] == [(1, 4, 32)]
+        if round_ == 0:
+            assert [tuple(rows.shape) for rows in held.inputs or []] == [(1, 4, 32)]
         assert not any(isinstance(value, Tensor) for value in held.call.kwargs.values())
         cache.keep(range(2))
         assert not states._round
+        for _, rows in states._waiting.values():
+            assert rows.shape[1] <= MOST_WAITING
+            assert rows.untyped_storage().nbytes() == rows.nbytes, "no view of a longer tensor"
 
 
 def test_what_a_state_cannot_do_is_said(tiny_target: Make) -> None:
@@ -399,6 +433,6 @@ def test_other_recurrent_families_need_no_code_of_their_own(
 ) -> None:
     """State spaces beside attention, both in one layer, and a short convolution without a state."""
     target = wrap(tiny, config)
-    made = answers(target, noisy_copy(target, 0.5), batch_size=3)
-    assert_own_text(target, made)
+    made = answers(target, noisy_copy(target, 0.5), batch_size=3, tokens=10)
+    assert_own_text(target, made, tokens=10)
     assert len({record.accepted for one in made for record in one.rounds}) > 2
