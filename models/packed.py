@@ -47,7 +47,7 @@ from draftsmith.models.sequence_cache import (
     causal_mask,
 )
 from draftsmith.models.target import TargetModel, TargetOutput
-from draftsmith.models.target_structure import layer_input, probe_tokens
+from draftsmith.models.target_structure import agree, layer_input, probe_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -412,7 +412,7 @@ class PackedModel:
         for row, text in zip(found, texts, strict=True):
             expected = self.model.forward(text[None], logits="last").logits
             assert expected is not None, "logits were asked for"
-            if not _agree(row, expected.flatten()):
+            if not agree(row, expected.flatten()):
                 raise ValueError(self._refusal("gives other logits when sequences are packed"))
 
     def _refusal(self, what: str) -> str:
@@ -421,19 +421,6 @@ class PackedModel:
             "its states and training on them still work). Use a model whose attention goes through "
             "transformers' AttentionInterface and that takes position ids."
         )
-
-
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether two ways of computing one row of logits differ by rounding only.
-
-    In float32 to 1e-4 of the largest. Half-precision layers each round by their own order of
-    summation: measured on SmolLM2-135M in bfloat16, two right ways differ by up to 0.2 standard
-    deviations of the logits, a wrong one by 0.3 to 5. What is wrong in structure shows in float32.
-    """
-    difference = (found - expected).float()
-    if found.dtype == torch.float32:
-        return float(difference.abs().max()) <= 1e-4 * float(expected.abs().max().clamp(min=1e-6))
-    return float(difference.pow(2).mean().sqrt()) <= 0.5 * float(expected.float().std())
 
 
 def attention_configs(model: nn.Module) -> list[Any]:

@@ -56,6 +56,7 @@ from draftsmith.models.target_structure import (
     HeadForward,
     TargetStructure,
     accepts,
+    agree,
     find_structure,
     first_tensor,
     layer_input,
@@ -421,7 +422,7 @@ class TargetModel:
             keep = (torch.arange(ids.shape[1], device=ids.device) // probe.shape[1] == half)[None]
             found = self.forward(ids, attention_mask=keep, logits="all").logits
             assert found is not None, "logits were asked for"
-            if not _close(found[:, keep[0]], expected):
+            if not agree(found[:, keep[0]], expected):
                 return True
         return False
 
