@@ -3,6 +3,8 @@ they seem."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from draftsmith.eval.results import EvaluationResult
 
 GAP_SHARE = 0.5
@@ -16,7 +18,13 @@ MAX_NAMED = 3
 
 def cautions(result: EvaluationResult) -> list[str]:
     """One sentence for each thing to know before using the numbers."""
-    found = [_different(result), _repetitive(result), _simulated_gap(result), _batch(result)]
+    found = [
+        _different(result),
+        _own_draft(result),
+        _repetitive(result),
+        _simulated_gap(result),
+        _batch(result),
+    ]
     processes = result.environment.get("processes", 1)
     if processes > 1:
         found.append(
@@ -32,6 +40,16 @@ def _different(result: EvaluationResult) -> str | None:
     return (
         "NOT LOSSLESS: answers differ from the target's own where it is not undecided. Neither "
         "speed nor accepted length means anything until that is explained."
+    )
+
+
+def _own_draft(result: EvaluationResult) -> str | None:
+    if result.draft is None or Path(result.draft).resolve() != Path(result.target).resolve():
+        return None
+    return (
+        "the draft model is the whole target: nearly every drafted token is kept, and each costs a "
+        "forward of the target. MTP modules in its folder were not used: draftsmith-import "
+        "checkpoint=FOLDER target.name_or_path=FOLDER makes a draft of them."
     )
 
 

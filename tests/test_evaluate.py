@@ -537,6 +537,9 @@ def test_a_large_gap_to_the_simulated_length_is_a_warning(result: EvaluationResu
     # 2.5 of 3.12: other prompts and texts of the model's own explain that much.
     good = hand_made(list(range(9)), 1.0, [(3, 2, 3), (3, 1, 2)] * 2, plain=None)
     assert not cautions(replace(found, prompts=[good]))
+    itself = cautions(replace(found, prompts=[good], target="x/tiny", draft="x/./tiny/"))
+    assert len(itself) == 1
+    assert "the draft model is the whole target" in itself[0]
     # A chain of one is held against one step, not against all that were simulated.
     short = hand_made(list(range(9)), 1.0, [(1, 1, 2)] * 3 + [(1, 0, 1)], plain=None)
     assert not cautions(replace(found, prompts=[short]))
