@@ -38,7 +38,7 @@ from draftsmith.eval.calibrate_report import Calibration, write_calibration
 from draftsmith.eval.conditions import describe_conditions
 from draftsmith.eval.evaluate import load_draft_for
 from draftsmith.eval.prompts import Prompt, encode_turn, load_prompts
-from draftsmith.eval.report import write_aside
+from draftsmith.eval.report import report_console, write_aside
 from draftsmith.eval.settings import describe_sampling
 from draftsmith.inference.engine import Engine, Request, room_for_text
 from draftsmith.inference.policies import ChainPolicy
@@ -329,4 +329,4 @@ def run(config: CalibrateConfig) -> None:
     if config.store:
         store_temperatures(folder, found.temperatures)
         found.stored_in = str(folder / "config.json")
-    write_calibration(found, Path(config.output), Console())
+    write_calibration(found, Path(config.output), report_console())

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from draftsmith.conf.entry import run_verb
 from draftsmith.conf.schema import CompareConfig, CompareSetting
 from draftsmith.eval.compare_report import write_comparison
@@ -29,6 +27,7 @@ from draftsmith.eval.evaluate import (
 )
 from draftsmith.eval.lanes import Lane
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.report import report_console
 from draftsmith.eval.settings import (
     EvaluationSettings,
     describe_sampling,
@@ -156,7 +155,7 @@ def run(config: CompareConfig) -> None:
             lane.result.simulated = find_simulated(draft_folder(path))
     if state is None or state.is_main_process:
         paths = {name: None if _is_plain(path) else path for name, path in config.drafts.items()}
-        write_comparison(found, paths, Path(config.output), Console())
+        write_comparison(found, paths, Path(config.output), report_console())
     if state is not None:
         state.wait_for_everyone()
         state.destroy_process_group()

@@ -17,8 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from draftsmith.conf.entry import run_verb
 from draftsmith.conf.schema import EvaluateConfig, PromptsConfig, TargetConfig
 from draftsmith.data.processes import join_processes
@@ -26,7 +24,7 @@ from draftsmith.eval.conditions import describe_conditions
 from draftsmith.eval.lanes import Lane, LaneRunner, plan_prompts
 from draftsmith.eval.lossless import check_lossless, replay_lookup
 from draftsmith.eval.prompts import Prompt, load_prompts, template_mode
-from draftsmith.eval.report import write_report
+from draftsmith.eval.report import report_console, write_report
 from draftsmith.eval.results import EvaluationResult
 from draftsmith.eval.settings import EvaluationSettings, make_settings
 from draftsmith.eval.sharding import Lanes, gather_lanes, launched, own_share
@@ -228,7 +226,7 @@ def run(config: EvaluateConfig) -> None:
     if config.draft is not None:
         result.simulated = find_simulated(draft_folder(config.draft))
     if state is None or state.is_main_process:
-        write_report(result, Path(config.output), Console())
+        write_report(result, Path(config.output), report_console())
     if state is not None:
         state.wait_for_everyone()
         state.destroy_process_group()

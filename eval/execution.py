@@ -51,6 +51,7 @@ from draftsmith.eval.load_simulation import (
     simulate_open_loop,
 )
 from draftsmith.eval.prompts import encode_turn, load_prompts
+from draftsmith.eval.report import report_console
 from draftsmith.eval.simulate import (
     beside_best_fixed,
     continued_curve,
@@ -474,7 +475,7 @@ def run(config: SimulateConfig) -> None:
     prompts = [encode_turn(target.tokenizer, one, [], template_kwargs={}) for one in texts]
     work = Execution(config, target, draft, prompts, curve)
     loads = make_loads(work)
-    console = Console()
+    console = report_console()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         policies = 3 + len(config.fixed_lengths) + len(config.thresholds)
         task = progress.add_task(

@@ -35,7 +35,7 @@ from draftsmith.eval.conditions import describe_conditions
 from draftsmith.eval.curve import StepsPerSecond
 from draftsmith.eval.markup import Markup, element
 from draftsmith.eval.plain_page import number_table, render_plain_page
-from draftsmith.eval.report import as_text, number, write_aside
+from draftsmith.eval.report import as_text, number, report_console, write_aside
 from draftsmith.inference.records import Stopwatch
 from draftsmith.models.packed import PackedModel, Segment
 from draftsmith.models.target import TargetModel
@@ -285,4 +285,4 @@ def run(config: ProfileConfig) -> None:
         seed=config.seed,
         show_progress=True,
     )
-    write_curve(curve, Path(config.output), Console())
+    write_curve(curve, Path(config.output), report_console())

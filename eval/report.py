@@ -8,6 +8,7 @@ answer files for Spec-Bench's own scripts (draftsmith.eval.spec_bench).
 from __future__ import annotations
 
 import json
+import os
 from io import StringIO
 from pathlib import Path
 
@@ -173,6 +174,15 @@ def make_notes(result: EvaluationResult) -> list[str]:
 def render(result: EvaluationResult) -> Group:
     """Table and notes, for any rich console."""
     return Group(make_table(result), *(Text(note) for note in make_notes(result)))
+
+
+def report_console() -> Console:
+    """Standard output; TEXT_WIDTH columns wide where it is a file or a pipe, which have no width of
+    their own (rich would take 80 and cut numbers)."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = TEXT_WIDTH
+    return console
 
 
 def as_text(shown: RenderableType) -> str:

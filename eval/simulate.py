@@ -46,7 +46,7 @@ from draftsmith.eval.load_simulation import (
 )
 from draftsmith.eval.markup import Markup, element
 from draftsmith.eval.plain_page import number_table, render_plain_page
-from draftsmith.eval.report import as_text, number, write_aside
+from draftsmith.eval.report import as_text, number, report_console, write_aside
 from draftsmith.inference.length_policies import (
     PAUSE_STEPS,
     AsyncPrefixScheduler,
@@ -412,4 +412,4 @@ def run(config: SimulateConfig) -> None:
         load_named("draftsmith.eval.execution:run")(config)  # It builds on this module.
         return
     work = Workload(config)
-    write_simulation(simulate(work), work, Path(config.output), Console())
+    write_simulation(simulate(work), work, Path(config.output), report_console())

@@ -367,7 +367,9 @@ def test_the_verb_writes_json_and_a_table(
     assert found["overall"]["acceptance"]["accepted_length"] == pytest.approx(mean)
     table = (tmp_path / "out" / "results.txt").read_text(encoding="utf-8")
     assert max(map(len, table.splitlines())) <= 120
-    for text in (table, capsys.readouterr().out):
+    shown = capsys.readouterr().out
+    assert table in shown, "a pipe is as wide as the file: nothing is cut at 80 columns"
+    for text in (table, shown):
         assert "chat" in text
         assert " 4/4" in text
         assert "verdict: lossless" in text
