@@ -25,6 +25,8 @@ from draftsmith.eval.charts import DASHES, MAX_SERIES, Curve, chart_style, line_
 
 LEGEND_ROW = 20
 """Height of a line of the legend, in units of the picture."""
+RIGHT_EDGE = 14
+"""Room for the half of the last label that stands out of the chart, in units of the picture."""
 SMOOTHED = 5
 """Entries of metrics.jsonl that make one point of the progress."""
 
@@ -76,6 +78,7 @@ def standalone(figure: str, names: list[str]) -> str:
         legend.append(f'<path d="M58,{y} H96" class="curve s{number + 1}"{dash}/>')
         legend.append(f'<text x="104" y="{y + 4}">{name}</text>')
     total = height + LEGEND_ROW * len(names) + 8
+    width += RIGHT_EDGE
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}" '
         f'width="{width}" height="{total}" role="img" class="chart">'
