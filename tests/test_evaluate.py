@@ -332,9 +332,13 @@ def test_a_draft_of_another_target_is_refused(target: Any) -> None:
 
 
 def test_the_verb_writes_json_and_a_table(
-    target: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The draft is found inside the folder of a training run."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # A width that somebody asked for is kept.
     draft = untrained_draft(target)
     draft.config.target_fingerprint = asdict(target.fingerprint)
     draft.save_pretrained(tmp_path / "run" / "draft")
