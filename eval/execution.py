@@ -475,7 +475,6 @@ def run(config: SimulateConfig) -> None:
     prompts = [encode_turn(target.tokenizer, one, [], template_kwargs={}) for one in texts]
     work = Execution(config, target, draft, prompts, curve)
     loads = make_loads(work)
-    console = report_console()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         policies = 3 + len(config.fixed_lengths) + len(config.thresholds)
         task = progress.add_task(
@@ -483,18 +482,35 @@ def run(config: SimulateConfig) -> None:
         )
         recorded = work.record()
         progress.advance(task)
-        rounds = work.all_rounds
         if config.execute.record_rounds is not None:
-            write_rounds(Path(config.execute.record_rounds), rounds)
+            write_rounds(Path(config.execute.record_rounds), work.all_rounds)
         rows: list[dict[str, Any]] = []
         for load in loads:
             rows += execute_load(work, load, lambda _: progress.advance(task))
+            # Loads can take hours: a run that is stopped keeps those that are done.
+            _write(work, rows, recorded, Console(quiet=True))
+    _write(work, rows, recorded, report_console())
+
+
+def _write(
+    work: Execution, rows: Sequence[dict[str, Any]], recorded: Executed, console: Console
+) -> None:
+    """Reports the loads that are done.
+
+    Args:
+        work: whose settings and recorded rounds the report tells of.
+        rows: of these loads.
+        recorded: the run that recorded the rounds.
+        console: where the tables are shown.
+    """
+    rounds = work.all_rounds
+    needed = work.most * (len(rounds[0].confidences) + 1)
     write_execution(
         rows,
-        config,
-        folder=Path(config.output),
+        work.config,
+        folder=Path(work.config.output),
         console=console,
-        conditions=describe_conditions(target) | {"target": target.name_or_path},
+        conditions=describe_conditions(work.target) | {"target": work.target.name_or_path},
         recorded={
             "rounds": len(rounds),
             "prompts": len(work.used),
@@ -502,6 +518,9 @@ def run(config: SimulateConfig) -> None:
             "mean_accepted": statistics.fmean(one.accepted for one in rounds),
             "texts": work.check([recorded]),
         },
-        curve={"context_length": work.context_length, "max_tokens": curve.max_tokens}
-        | {"tokens_needed": work.most * (len(rounds[0].confidences) + 1)},
+        curve={
+            "context_length": work.context_length,
+            "max_tokens": work.curve.max_tokens,
+            "tokens_needed": needed,
+        },
     )

@@ -19,6 +19,7 @@ import block_support as support
 from draftsmith.conf.entry import compose_settings
 from draftsmith.conf.schema import TargetConfig
 from draftsmith.conf.schema_serving import ExecuteConfig, SimulateConfig
+from draftsmith.eval import execution
 from draftsmith.eval.curve import StepsPerSecond
 from draftsmith.eval.execution import Asked, Execution, serve_closed_loop, serve_open_loop
 from draftsmith.eval.simulate import read_rounds, run
@@ -126,19 +127,47 @@ def test_the_time_of_drafting_is_measured_with_all_slots_taken(work: Execution) 
     assert (engine.batch_size, engine.policy.max_depth) == (2, 4)
 
 
-def test_the_verb_executes_records_and_reports(
-    tiny_target: Callable[..., Any],
-    tiny_folder: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.fixture
+def in_folder(
+    tiny_target: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Draft, curve and prompts in the current folder."""
     monkeypatch.chdir(tmp_path)
     draft = dspark(tiny_target("llama"))
     save_draft(draft, draft.state_dict(), Path("drafts"), dtype=torch.float32)
     Path("curve.json").write_text(json.dumps(curve().to_json()), encoding="utf-8")
     lines = [json.dumps({"prompt": text}) for text in ("the cat", "the dog sat", "one two")]
     Path("prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_a_run_that_is_stopped_keeps_the_loads_that_are_done(
+    tiny_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = execution.execute_load
+
+    def stopped(work: Execution, load: Any, done: Callable[[str], None]) -> list[dict[str, Any]]:
+        if load.load == 2:
+            raise KeyboardInterrupt
+        return whole(work, load, done)
+
+    monkeypatch.setattr(execution, "execute_load", stopped)
+    more = ["execute.prompts=prompts.jsonl", "execute.num_slots=[1,2]"]
+    with pytest.raises(KeyboardInterrupt):
+        run(compose_settings("simulate", SCHEMA, settings(tiny_folder("llama"), *more)))
+    rows = json.loads(Path("out/execute.json").read_text(encoding="utf-8"))["rows"]
+    assert {row["load"] for row in rows} == {1}
+    assert "scheduler" in Path("out/execute.txt").read_text(encoding="utf-8")
+    assert "scheduler" not in capsys.readouterr().out, "tables are shown once, in the end"
+
+
+@pytest.mark.usefixtures("in_folder")
+def test_the_verb_executes_records_and_reports(
+    tiny_folder: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     more = [
         "execute.prompts=prompts.jsonl", "execute.num_slots=[1,2]", "execute.repeats=2",
         "execute.requests_per_second=[200]", "execute.record_rounds=made/rounds.jsonl",
