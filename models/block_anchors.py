@@ -81,14 +81,14 @@ class BlockPlan:
         """The plan in runs of whole groups; context and row starts stay those of the whole.
 
         Args:
-            num_slots: Slots of a piece, about: a piece has at least one group.
+            num_slots: Slots of a piece, to the nearest whole group.
             slots: Of a block.
         """
         found: list[list[BlockGroup]] = [[]]
         count = 0
         for group in self.groups:
             own = (group.blocks.stop - group.blocks.start) * slots
-            if found[-1] and count + own > num_slots:
+            if found[-1] and count + own / 2 > num_slots:
                 found.append([])
                 count = 0
             found[-1].append(group)

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -183,22 +184,28 @@ class _GroupedBlocks(torch.autograd.Function):
             by_slot = own_scores.unflatten(2, (query.shape[1], -1))
             by_slot.masked_fill_(hidden_slots[:, None], float("-inf"))
         own_probs, attended = torch.empty_like(own_scores), torch.empty_like(rows)
-        kept = []
-        for group, hidden in zip(plan.groups, _hidden(plan, query.shape[1], window), strict=True):
+        shapes = _score_shapes(plan, own_scores, window)
+        kept = rows.new_empty(sum(map(math.prod, shapes)))
+        room = rows.new_empty(max(map(math.prod, shapes), default=0))
+        for group, hidden, probs in zip(
+            plan.groups,
+            _hidden(plan, query.shape[1], window),
+            _parts(kept, shapes),
+            strict=True,
+        ):
             seen, blocks = _seen(group, window), group.blocks
-            scores = _scores(rows[:, blocks], context_key[seen], own_scores[:, blocks])
+            scores = room[: probs.numel()].view(probs.shape)
+            _scores(rows[:, blocks], context_key[seen], own_scores[:, blocks], out=scores)
             by_slot = scores.unflatten(1, (-1, query.shape[1], rows.shape[2] // query.shape[1]))
             count = seen.stop - seen.start
             by_slot[..., count - hidden.shape[-1] : count].masked_fill_(
                 hidden[:, :, None], float("-inf")
             )
-            probs = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-            probs = probs.to(value.dtype)
+            _softmax(scores, out=probs)
             _into(attended[:, blocks], probs[..., :count], context_value[seen].transpose(0, 1))
             own_probs[:, blocks] = probs[..., count:].unflatten(1, (-1, rows.shape[2]))
-            kept.append(probs)
         attended.flatten(0, 1).baddbmm_(own_probs.flatten(0, 1), _own(value).flatten(0, 1))
-        ctx.save_for_backward(query, key, value, context_key, context_value, *kept)
+        ctx.save_for_backward(query, key, value, context_key, context_value, kept)
         ctx.plan, ctx.window = plan, window
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         _by_slot(out, key.shape[2]).copy_(attended.unflatten(2, (query.shape[1], -1)))
@@ -206,7 +213,7 @@ class _GroupedBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, context_key, context_value, *kept = ctx.saved_tensors
+        query, key, value, context_key, context_value, kept = ctx.saved_tensors
         kv_heads, scale = key.shape[2], query.shape[-1] ** -0.5
         rows, upstream = _by_head(query, kv_heads, scale), _by_head(grad_outputs[0], kv_heads, 1.0)
         d_own = upstream @ _own(value).mT  # [kv_heads, blocks, rows, slots]
@@ -215,11 +222,14 @@ class _GroupedBlocks(torch.autograd.Function):
         d_context_key, d_context_value = (
             torch.zeros_like(one) for one in (context_key, context_value)
         )
-        for group, probs in zip(ctx.plan.groups, kept, strict=True):
+        shapes = _score_shapes(ctx.plan, d_own, ctx.window)
+        room = rows.new_empty(2, max(map(math.prod, shapes), default=0))
+        for group, probs in zip(ctx.plan.groups, _parts(kept, shapes), strict=True):
             seen, blocks = _seen(group, ctx.window), group.blocks
             count = seen.stop - seen.start
-            d_probs = _scores(upstream[:, blocks], context_value[seen], d_own[:, blocks])
-            d_scores = torch._softmax_backward_data(d_probs, probs, -1, probs.dtype)
+            d_probs, d_scores = (one[: probs.numel()].view(probs.shape) for one in room)
+            _scores(upstream[:, blocks], context_value[seen], d_own[:, blocks], out=d_probs)
+            torch._softmax_backward_data(d_probs, probs, -1, probs.dtype, grad_input=d_scores)
             _into(d_rows[:, blocks], d_scores[..., :count], context_key[seen].transpose(0, 1))
             for total, entries, by_row in (
                 (d_context_key, d_scores, rows),
@@ -289,20 +299,48 @@ def _hidden_from(group: BlockGroup, anchors: Tensor, slots: int, window: int | N
     return hidden | (positions <= own[..., None] - window)
 
 
-def _scores(rows: Tensor, context: Tensor, own: Tensor) -> Tensor:
-    """[kv_heads, rows, entries]: rows times the context's entries, and behind them `own`.
+def _score_shapes(plan: BlockPlan, own: Tensor, window: int | None) -> list[tuple[int, int, int]]:
+    """[kv_heads, rows, entries] of each group's scores: its context, then the slots of a block.
+
+    Args:
+        own: [kv_heads, blocks, rows, slots].
+    """
+    kv_heads, _, rows, slots = own.shape
+    found = []
+    for group in plan.groups:
+        seen = _seen(group, window)
+        blocks = group.blocks.stop - group.blocks.start
+        found.append((kv_heads, blocks * rows, seen.stop - seen.start + slots))
+    return found
+
+
+def _parts(kept: Tensor, shapes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
+    """One tensor for all groups, because many of odd sizes would leave gaps in the heap."""
+    parts = kept.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _scores(rows: Tensor, context: Tensor, own: Tensor, *, out: Tensor) -> None:
+    """out [kv_heads, rows, entries] = rows times the context's entries, and behind them `own`.
 
     Args:
         rows: [kv_heads, blocks, rows, head_dim].
         context: [seen, kv_heads, head_dim].
         own: [kv_heads, blocks, rows, slots].
+        out: Where to.
     """
     count = len(context)
-    flat = rows.flatten(1, 2)
-    found = rows.new_empty(*flat.shape[:2], count + own.shape[-1])
-    torch.bmm(flat, context.permute(1, 2, 0), out=found[..., :count])
-    found[..., count:] = own.flatten(1, 2)
-    return found
+    torch.bmm(rows.flatten(1, 2), context.permute(1, 2, 0), out=out[..., :count])
+    out[..., count:] = own.flatten(1, 2)
+
+
+def _softmax(scores: Tensor, *, out: Tensor) -> None:
+    """In float32 at least, as the fused kernels do."""
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    if dtype == out.dtype:
+        torch.softmax(scores, -1, out=out)
+    else:
+        out.copy_(scores.softmax(-1, dtype=dtype))
 
 
 def _into(out: Tensor, entries: Tensor, context: Tensor) -> None:

@@ -212,7 +212,18 @@ class BlockDraft(LayeredDraft):
 
     def _context(self, features: Tensor) -> Tensor:
         """[context, layers * hidden] -> [context, hidden], what every layer's keys read."""
-        return self.hidden_norm(self.fc(features))
+        norm = self.hidden_norm
+        return rms_norm(self.fc(features), norm.weight, norm.variance_epsilon)
+
+    def _context_at(self, features: Tensor, places: Tensor) -> Tensor:
+        """[positions, layers * hidden] and [context] of them -> [context, hidden].
+
+        Features are the widest tensor of a batch. Where nearly all are read, projecting the others
+        too costs less than a copy that the graph keeps.
+        """
+        if 8 * len(places) >= 7 * len(features):
+            return self._context(features)[places]
+        return self._context(features[places])
 
     # Training.
 
@@ -272,11 +283,16 @@ class BlockDraft(LayeredDraft):
         if getattr(objective, "couples_predictions", False):
             output = evaluate(plan, entries)
         else:
-            parameters, slots = list(self.parameters()), self.config.block_size
-            output = train_in_pieces(plan, entries, parameters, evaluate, slots=slots)
+            slots = self.config.block_size
+            output = train_in_pieces(plan, entries, self._slot_parameters(), evaluate, slots=slots)
         if not self.training:
             output.sums |= rounds_of(batch, output.sums.pop("accepted"))
         return output
+
+    def _slot_parameters(self) -> list[Tensor]:
+        """All but those that only the context's entries are made with."""
+        of_context = {id(one) for part in (self.fc, self.hidden_norm) for one in part.parameters()}
+        return [one for one in self.parameters() if id(one) not in of_context]
 
     def _first_projections(self, inputs: Tensor) -> Sequence[Tensor]:
         """[blocks, slots, hidden] -> the first layer's `project`: once for all mask tokens."""
@@ -340,7 +356,7 @@ class BlockDraft(LayeredDraft):
         table = self._rope_table(int(positions.max()) + self.config.block_size)
         seen = positions[plan.context]
         rope = table[0][seen], table[1][seen]
-        context = self._context(batch.aux_hidden_states.flatten(0, 1)[plan.context])
+        context = self._context_at(batch.aux_hidden_states.flatten(0, 1), plan.context)
         pairs = [layer.self_attn.keys_values(context, rope) for layer in self.layers]
         return [entry for pair in pairs for entry in pair], table
 

@@ -21,7 +21,7 @@ from draftsmith.models.block_anchors import BlockPlan
 from draftsmith.models.known_gradients import with_known_gradients
 from draftsmith.models.protocols import TrainOutput
 
-PIECE_SLOTS = {"cpu": 448}
+PIECE_SLOTS = {"cpu": 192}
 """Slots of a piece: more of them keep more activations, fewer add up gradients more often (measured
 in docs/training_speed.md)."""
 PIECE_SLOTS_ACCELERATOR = 2**13
@@ -57,7 +57,12 @@ def train_in_pieces(
     leaves = [one.detach().requires_grad_(one.requires_grad) for one in shared]
     outer = [one for one in (*shared, *parameters) if one.requires_grad]
     inner = [one for one in (*leaves, *parameters) if one.requires_grad]
-    totals: list[Tensor | None] = [None] * len(inner)
+    # Made before the pieces: in the gaps between activations they would leave holes in the heap.
+    # In float32 at least: bf16 would lose what a further piece adds.
+    totals = [
+        torch.zeros_like(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in inner
+    ]
+    read = set()
     outputs = []
     for piece in pieces:
         output = evaluate(piece, leaves)
@@ -65,24 +70,16 @@ def train_in_pieces(
             found = torch.autograd.grad(output.loss_sum, inner, allow_unused=True)
         outputs.append(TrainOutput(output.loss_sum.detach(), output.sums))
         for index, gradient in enumerate(found):
-            totals[index] = _added(totals[index], gradient)
+            if gradient is not None:
+                totals[index].add_(gradient)
+                read.add(index)
         del output, found, gradient  # Not kept while the next piece is at its peak.
-    # What no piece reads, as the projection of the context, has its gradient through `shared`.
-    read = [index for index, total in enumerate(totals) if total is not None]
-    summed = _sum(outputs)
+    # What no piece reads has its gradient through `shared`, or none.
+    summed, order = _sum(outputs), sorted(read)
     loss = with_known_gradients(
-        summed.loss_sum, [totals[index] for index in read], [outer[index] for index in read]
+        summed.loss_sum, [totals[index] for index in order], [outer[index] for index in order]
     )
     return TrainOutput(loss, summed.sums)
-
-
-def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """In float32 at least: bf16 would lose what a further piece adds."""
-    if gradient is None:
-        return total
-    if total is None:
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-    return total.add_(gradient)
 
 
 def _sum(outputs: Sequence[TrainOutput]) -> TrainOutput:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from draftsmith.models.lean_mlp import gated_mlp
 from draftsmith.models.lean_norms import Rope, rms_norm, rotated
 
 QUIET = 0.3
@@ -184,4 +185,4 @@ class DraftLayer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Residual [rows, hidden], attention output [rows, heads, head_dim] -> [rows, hidden]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(1))
-        return hidden + self.mlp(_normed(self.post_attention_layernorm, hidden))
+        return hidden + gated_mlp(self.mlp, _normed(self.post_attention_layernorm, hidden))

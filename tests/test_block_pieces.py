@@ -71,13 +71,14 @@ def test_pieces_add_up_to_the_whole(
     draft = support.make_draft(method, llama, **settings).train(training)
     batch = support.make_batch(llama)
     found = []
-    for slots, calls in ((10_000, 1), (40, 4)):
+    for slots, calls in ((10_000, 1), (40, 3), (1, 5)):
         in_pieces_of(slots, monkeypatch)
         objective = Counting(name)
         found.append(results(draft, llama, batch, objective))
         assert objective.calls == calls
-    for whole, parts in zip(*found, strict=True):
-        torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
+    for whole, *cut in zip(*found, strict=True):
+        for parts in cut:
+            torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_without_gradients_the_sums_are_those_of_the_whole(
@@ -136,6 +137,9 @@ def test_a_piece_is_a_run_of_whole_groups(llama: Any) -> None:
     assert torch.equal(torch.cat([piece.anchors for piece in pieces]), anchors)
     for piece in pieces:
         check_groups(piece)
+    # To the nearest whole group: 3 + 8 blocks, and half of the next group's or less.
+    assert [len(piece.anchors) for piece in plan.pieces(4 * 14, 4)] == [11, 9]
+    assert [len(piece.anchors) for piece in plan.pieces(4 * 15, 4)] == [19, 1]
     assert plan.pieces(4 * 20, 4) == [plan]
     assert [len(piece.anchors) for piece in plan.pieces(1, 4)] == [3, 8, 8, 1]
 

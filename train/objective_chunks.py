@@ -37,7 +37,7 @@ CHUNK_ELEMENTS = {"cpu": 2**23}
 cache, and the head is read often enough to be worth its packing (docs/training_speed.md)."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**27
 """512 MiB of float32 (our choice): large enough to keep the matrix products busy."""
-TILE_ELEMENTS = {"cpu": 2**19}
+TILE_ELEMENTS = {"cpu": 2**18}
 """Draft logits per tile."""
 TILE_ELEMENTS_ACCELERATOR = 2**25
 """128 MiB of float32 (our choice): small beside a chunk, large beside the cost of a launch."""
