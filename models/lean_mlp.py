@@ -18,25 +18,27 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 SILU = ("silu", "swish")
 """What transformers calls it."""
 
 
-def gated_mlp(mlp: LlamaMLP, states: Tensor) -> Tensor:
+def gated_mlp(mlp: nn.Module, states: Tensor) -> Tensor:
     """[rows, hidden] -> [rows, hidden], what `mlp(states)` gives.
 
     Args:
-        mlp: One with biases or with another activation than SiLU is called as it is.
+        mlp: One of another class (routed experts), with biases, or with another activation than
+            SiLU is called as it is.
         states: What it reads.
     """
-    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    is_known = mlp.config.hidden_act in SILU and all(layer.bias is None for layer in layers)
-    if not is_known or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or type(mlp) is not LlamaMLP:
         called: Tensor = mlp(states)
         return called
+    layers = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    if mlp.config.hidden_act not in SILU or any(layer.bias is not None for layer in layers):
+        return mlp(states)
     found: Tensor = _GatedMlp.apply(states, *(layer.weight for layer in layers))
     return found
 

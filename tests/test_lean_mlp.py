@@ -52,6 +52,16 @@ def test_value_and_gradients_are_those_of_transformers(act: str, bias: bool) -> 
         torch.testing.assert_close(gated_mlp(mlp, states), mlp(states), rtol=0.0, atol=0.0)
 
 
+def test_an_mlp_of_another_class_is_called_as_it_is() -> None:
+    class Doubled(LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2.0 * super().forward(x)
+
+    mlp = Doubled(made(torch.float32).config)
+    states = drawn(ROWS, torch.float32)
+    torch.testing.assert_close(gated_mlp(mlp, states), mlp(states), rtol=0.0, atol=0.0)
+
+
 def test_gradients_pass_gradcheck() -> None:
     mlp = made(torch.float64)
 
