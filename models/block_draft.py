@@ -215,13 +215,15 @@ class BlockDraft(LayeredDraft):
         norm = self.hidden_norm
         return rms_norm(self.fc(features), norm.weight, norm.variance_epsilon)
 
-    def _context_at(self, features: Tensor, places: Tensor) -> Tensor:
-        """[positions, layers * hidden] and [context] of them -> [context, hidden].
+    def _context_at(self, batch: TrainBatch, places: Tensor) -> Tensor:
+        """[context, hidden] at these flat positions.
 
         Features are the widest tensor of a batch. Where nearly all are read, projecting the others
-        too costs less than a copy that the graph keeps.
+        too costs less than a copy that the graph keeps. Not beside padding, which may hold
+        anything: a gradient of 0 times NaN is NaN.
         """
-        if 8 * len(places) >= 7 * len(features):
+        features = batch.aux_hidden_states.flatten(0, 1)
+        if 8 * len(places) >= 7 * len(features) and bool(batch.keep_mask.all()):
             return self._context(features)[places]
         return self._context(features[places])
 
@@ -356,7 +358,7 @@ class BlockDraft(LayeredDraft):
         table = self._rope_table(int(positions.max()) + self.config.block_size)
         seen = positions[plan.context]
         rope = table[0][seen], table[1][seen]
-        context = self._context_at(batch.aux_hidden_states.flatten(0, 1), plan.context)
+        context = self._context_at(batch, plan.context)
         pairs = [layer.self_attn.keys_values(context, rope) for layer in self.layers]
         return [entry for pair in pairs for entry in pair], table
 

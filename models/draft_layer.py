@@ -1,6 +1,6 @@
 """A Llama-type decoder layer on gathered rows, as EAGLE-3 drafts are made of.
 
-Norms, MLP and rotary embeddings are transformers'; only the split differs: projections, attention
+Norms, MLP and rotary embeddings compute what transformers' do; only the split differs: projections, attention
 and the rest are separate calls, because training and drafting attend in their own ways and to rows
 that do not form a rectangle. Parameter names are those of published checkpoints.
 

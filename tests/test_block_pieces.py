@@ -155,3 +155,22 @@ def check_groups(piece: BlockPlan) -> None:
         assert starts == [group.row_start] * len(positions)
         flat = piece.anchors[group.blocks]
         assert torch.equal(piece.context[group.row_start] + piece.positions[group.blocks], flat)
+
+
+@pytest.mark.parametrize(("padding", "read"), [(0, 24), (1, 21)])
+def test_what_padding_holds_is_never_read(llama: Any, padding: int, read: int) -> None:
+    """Nearly all positions are context, so features are gathered only where something pads."""
+    draft = support.make_draft(DFlashMethod, llama, block_size=4)
+    batch = support.make_batch(llama, (24,))
+    batch.supervised_mask = torch.ones_like(batch.supervised_mask)
+    batch.aux_hidden_states = batch.aux_hidden_states.clone()
+    if padding:
+        batch.keep_mask[:, -padding:] = False
+        batch.aux_hidden_states[:, -padding:] = float("nan")
+    places: list[int] = []
+    draft.fc.register_forward_pre_hook(lambda _, inputs: places.append(len(inputs[0])))
+    draft.choose_anchors = lambda _batch: torch.arange(4, 23 - padding)
+    loss = draft(batch, target_head=llama.head(), objective=make_objective("ce")).loss_sum
+    gradients = torch.autograd.grad(loss, [draft.fc.weight, draft.layers[0].mlp.gate_proj.weight])
+    assert all(bool(one.isfinite().all()) for one in gradients)
+    assert places == [read]
