@@ -1,8 +1,8 @@
 """A Llama-type decoder layer on gathered rows, as EAGLE-3 drafts are made of.
 
-Norms, MLP and rotary embeddings compute what transformers' do; only the split differs: projections, attention
-and the rest are separate calls, because training and drafting attend in their own ways and to rows
-that do not form a rectangle. Parameter names are those of published checkpoints.
+Norms, MLP and rotary embeddings compute what transformers' do; only the split differs: projections,
+attention and the rest are separate calls, because training and drafting attend in their own ways
+and to rows that do not form a rectangle. Parameter names are those of published checkpoints.
 
 The layer that reads tokens takes [normed embedding ; normed feature] into its projections, twice as
 wide, and its `input_layernorm` belongs to the embedding (EAGLE-3, arXiv 2503.01840, figure 5). Such
